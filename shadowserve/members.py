@@ -11,6 +11,8 @@ import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -22,6 +24,9 @@ MEMBERS_MAX: Final = 256
 _WEIGHT_MIN: Final = 0.01
 _WEIGHT_MAX: Final = 100.0
 _FILE_BYTES_MAX: Final = 1 << 20
+_LOOKUPS_AT_ONCE: Final = 16
+_NAMELESS: Final = frozenset({socket.EAI_NONAME, socket.EAI_NODATA, socket.EAI_FAMILY})
+"""Errors by which an address has no reverse name; after others it may have one at the next attempt."""
 
 Given: TypeAlias = list[str] | str
 """Members as they are configured."""
@@ -124,22 +129,34 @@ def _resolve(name: str, port: int) -> dict[str, float]:
     addresses = sorted({str(address[0]) for _, _, _, _, address in found})
     if len(addresses) > MEMBERS_MAX:
         raise ValueError(f"it has {len(addresses)} addresses, and at most {MEMBERS_MAX} are possible")
-    return dict.fromkeys((join_address(_name_below(name, address), port) for address in addresses), 1.0)
+    with ThreadPoolExecutor(_LOOKUPS_AT_ONCE, "reverse-names") as pool:
+        names = list(pool.map(partial(_name_below, name), addresses))
+    return dict.fromkeys((join_address(each, port) for each in names), 1.0)
 
 
 def _name_below(service: str, address: str) -> str:
-    """Return the reverse name of an address if it lies below a service's name, otherwise the address."""
-    with contextlib.suppress(OSError, UnicodeError):
+    """Return the reverse name of an address if it lies below a service's name, otherwise the address.
+
+    OSError: the resolver failed. With the address in place of its name, a member would get other segments for a while.
+    """
+    try:
         name = socket.getnameinfo((address, 0), socket.NI_NAMEREQD)[0].rstrip(".").lower()
-        if f"{name.partition('.')[2]}.".startswith(f"{service.rstrip('.').lower()}."):
-            return name
-    return address
+    except UnicodeError:
+        return address
+    except OSError as error:
+        if error.errno in _NAMELESS:
+            return address
+        raise OSError(f"the reverse name of {address}: {error.strerror or error}") from error
+    return name if f"{name.partition('.')[2]}.".startswith(f"{service.rstrip('.').lower()}.") else address
 
 
 class Follower:
     """Reads the members every ``interval_s``, and gives changed ones to ``apply``.
 
-    What cannot be read, or has no members, changes nothing. It is counted by ``refused``, and logged once.
+    What cannot be read, or has no members, changes nothing. It is counted by ``refused``, and logged once. A member
+    that a DNS answer lacks stays until the next answer: a pod that restarts has no address for a moment.
+
+    ``timeout_s`` limits the first read only: the program starts without an answer, and a later read may take longer.
     """
 
     def __init__(
@@ -157,11 +174,12 @@ class Follower:
         self._timeout_s = timeout_s
         self._reading: asyncio.Future[dict[str, float]] | None = None
         self._error = ""
+        self._before: dict[str, float] = {}  # the last answer of DNS
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Read the members a first time, and go on; a list never changes."""
-        await self._step()
+        await self._step(self._timeout_s)
         if isinstance(self._given, str):
             self._task = asyncio.create_task(self._run(), name="members")
 
@@ -178,9 +196,9 @@ class Follower:
             except Exception:  # a bug must not end it
                 _log.exception("members_failed")
 
-    async def _step(self) -> None:
+    async def _step(self, timeout_s: float | None = None) -> None:
         try:
-            weights = await self._read()
+            weights = await self._read(timeout_s)
         except (OSError, ValueError) as error:
             self._refused()
             if self._error != str(error):
@@ -188,17 +206,20 @@ class Follower:
                 _log.warning("members_refused source=%s error=%r hint='the old ones stay'", self._given, str(error))
             return
         self._error = ""
+        if service_of(self._given):
+            both, self._before = self._before | weights, weights
+            weights = both if len(both) <= MEMBERS_MAX else weights
         await self._apply(weights)
 
-    async def _read(self) -> dict[str, float]:
+    async def _read(self, timeout_s: float | None) -> dict[str, float]:
         """Read in a thread of its own: a resolver may take longer than the time limit, and cannot be interrupted."""
         if self._reading is None:
             self._reading = future = asyncio.get_running_loop().create_future()
             threading.Thread(target=_read_into, args=(self._given, future), name="members", daemon=True).start()
         try:
-            weights = await asyncio.wait_for(asyncio.shield(self._reading), self._timeout_s)
+            weights = await asyncio.wait_for(asyncio.shield(self._reading), timeout_s)
         except TimeoutError as error:
-            raise OSError(f"no answer for {self._timeout_s:g} s") from error
+            raise OSError(f"no answer for {timeout_s:g} s") from error
         finally:
             if self._reading.done():
                 self._reading = None

@@ -11,15 +11,16 @@ from typing import Any, Final
 
 import click
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shadowserve import members
 from shadowserve.addresses import split_address
-from shadowserve.errors import ConfigurationError, StorageError
+from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.placement import Placement, partition_of
 from shadowserve_tools.flags import Size
 from shadowserve_tools.fleet_stats import given_members, members_of
-from shadowserve_tools.stats import logins
+from shadowserve_tools.stats import Sample, logins
 from shadowserve_tools.storage_client import Login, StorageClient
 
 EXIT_CODES = """
@@ -41,7 +42,12 @@ _PAUSE_S: Final = 0.1
 
 @dataclass
 class Drained:
-    """Numbers of records of the node; ``other_values``: values that are no records, which stay."""
+    """Numbers of records of the node.
+
+    Attributes:
+        other_values: Values that are no records, which stay.
+        other_tenants: Tenants whose records are not copied, as far as the user may see them.
+    """
 
     copied: int = 0
     copied_bytes: int = 0
@@ -50,6 +56,7 @@ class Drained:
     vanished: int = 0
     failed: int = 0
     other_values: int = 0
+    other_tenants: int = 0
     seconds: float = 0.0
     errors: list[str] = field(default_factory=list)
 
@@ -58,33 +65,71 @@ class Drained:
         """Number of records that are on another node, in the bucket, or not needed any more."""
         return self.copied + self.present + self.in_bucket + self.vanished
 
+    @property
+    def settled(self) -> int:
+        """Number of records whose fate is known."""
+        return self.safe + self.failed
+
 
 class _Drain:
     """The copying. Each record goes to the first choice of its segment among the members that stay."""
 
-    def __init__(self, source: StorageClient, weights: Mapping[str, float], connect: Callable[[str], StorageClient],
+    def __init__(self, address: str, weights: Mapping[str, float], connect: Callable[[str], StorageClient],
                  bytes_per_s: int) -> None:  # fmt: skip
         self.done = Drained()
-        self._source = source
+        self._address = address
         self._placement = Placement(weights)
         self._connect = connect
-        self._targets: dict[str, StorageClient] = {}
+        self._clients: dict[str, StorageClient] = {}
         self._bytes_per_s = bytes_per_s
-        self._began_s = time.monotonic()
+        self._began_s = self._free_s = time.monotonic()
+        self._run_id = self._source.info(("server",)).get("run_id")
+
+    @property
+    def _source(self) -> StorageClient:
+        return self._client(self._address)
+
+    def _client(self, address: str) -> StorageClient:
+        if address not in self._clients:
+            self._clients[address] = self._connect(address)
+        return self._clients[address]
+
+    def _drop(self, address: str) -> None:
+        """Close a connection; the next call connects again."""
+        if (broken := self._clients.pop(address, None)) is not None:
+            broken.close()
+
+    def begin(self) -> int:
+        """Return the number of values to look at, and see whether other tenants have some."""
+        tenants = Sample(self._source.info(("tenants",)), 0.0).groups("tenant")
+        holders, own = sum(bool(each.get("keys")) for each in tenants), int(self._source.call("DBSIZE"))
+        self.done.other_tenants = max(0, holders - (own > 0))
+        return own
 
     def run(self, advance: Callable[[int], None]) -> None:
         cursor = b"0"
-        while True:
-            cursor, names = self._source.call("SCAN", cursor, "COUNT", str(_KEYS))
-            self._move(names)
-            advance(len(names))
-            if cursor == b"0":
-                break
+        try:
+            while True:
+                cursor, names = self._scan(cursor)
+                self._move(names)
+                advance(len(names))
+                if cursor == b"0":
+                    break
+        except StorageError as error:  # of the node itself; the result tells what is done
+            self._fail(0, error)
         self.done.seconds = round(time.monotonic() - self._began_s, 3)
 
     def close(self) -> None:
-        for target in self._targets.values():
-            target.close()
+        for address in list(self._clients):
+            self._drop(address)
+
+    def _scan(self, cursor: bytes) -> list[Any]:
+        arguments = "SCAN", cursor, "COUNT", str(_KEYS)
+        try:
+            return list(self._source.call(*arguments))
+        except StorageUnavailableError:
+            self._drop(self._address)
+            return list(self._source.call(*arguments))
 
     def _move(self, names: Sequence[bytes]) -> None:
         by_target: defaultdict[str, list[bytes]] = defaultdict(list)
@@ -94,28 +139,37 @@ class _Drain:
             else:
                 self.done.other_values += 1
         for address, some in by_target.items():
-            before = self.done.safe
+            before = self.done.settled
             try:
                 self._move_to(address, some)
             except StorageError as error:
-                self._fail(len(some) - (self.done.safe - before), error)
-                if (broken := self._targets.pop(address, None)) is not None:
-                    broken.close()
+                self._fail(len(some) - (self.done.settled - before), error)
+                self._drop(address)
+                self._drop(self._address)
 
     def _fail(self, count: int, error: StorageError) -> None:
         self.done.failed += count
         if str(error) not in self.done.errors and len(self.done.errors) < _ERRORS_MAX:
             self.done.errors.append(str(error))
 
+    def _target(self, address: str) -> StorageClient:
+        """Return the client of a member that stays; ConfigurationError: it is the node itself by another name."""
+        is_new = address not in self._clients
+        target = self._client(address)
+        if is_new and self._run_id and target.info(("server",)).get("run_id") == self._run_id:
+            raise ConfigurationError(f"{address} is the node itself: give ADDRESS as the members have it")
+        return target
+
     def _move_to(self, address: str, names: Sequence[bytes]) -> None:
         """Copy what a node lacks, and let it prefetch what only the bucket has."""
-        if address not in self._targets:
-            self._targets[address] = self._connect(address)
-        target = self._targets[address]
+        target = self._target(address)
         cold: list[bytes] = []
         for name, entry in zip(names, self._lookup(target, address, names), strict=True):
             if entry is None:
-                self._copy(target, name)
+                try:
+                    self._copy(target, name)
+                except StorageRefusedError as error:  # of this record
+                    self._fail(1, error)
             elif isinstance(entry[1], int):
                 cold.append(name)
                 self.done.in_bucket += 1
@@ -145,8 +199,9 @@ class _Drain:
         target.call("SET", name, value, *(["PXAT", str(expires_ms)] if expires_ms > 0 else []))
         self.done.copied += 1
         self.done.copied_bytes += length
-        behind_s = self.done.copied_bytes / self._bytes_per_s - (time.monotonic() - self._began_s)
-        time.sleep(max(0.0, behind_s))
+        now_s = time.monotonic()
+        self._free_s = max(now_s, self._free_s) + length / self._bytes_per_s
+        time.sleep(self._free_s - now_s)
 
 
 @click.command(epilog=EXIT_CODES)
@@ -164,7 +219,7 @@ def drain(context: click.Context, /, address: str, remaining: str, rate: int, as
     MEMBERS is 'storage_nodes' of the data planes: addresses with commas, file:PATH or dns:NAME:PORT; ADDRESS may be one
     of them. The node serves meanwhile. Then remove it from the members, run this again for what was stored since, and
     stop it. Only records of the user's tenant are copied: run it for each. Records that a member has are left out, and
-    those in the bucket are prefetched.
+    those in the bucket are prefetched. Copies are not pinned: pin them again.
     """
     given = given_members(remaining) or [remaining]
     weights = members_of(given)
@@ -183,11 +238,10 @@ def drain(context: click.Context, /, address: str, remaining: str, rate: int, as
     console = Console(stderr=True)
     quiet = as_json or not console.is_terminal
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with contextlib.closing(connect(address)) as source:
-        work = _Drain(source, weights, connect, rate)
-        with contextlib.closing(work), Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-            task = bar.add_task(address, total=source.call("DBSIZE"))
-            work.run(lambda count: bar.update(task, advance=count))
+    work = _Drain(address, weights, connect, rate)
+    with contextlib.closing(work), Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task(escape(address), total=work.begin())
+        work.run(lambda count: bar.update(task, advance=count))
     done = work.done
     if as_json:
         click.echo(json.dumps({"where": address} | asdict(done)))
@@ -199,4 +253,6 @@ def drain(context: click.Context, /, address: str, remaining: str, rate: int, as
         )
         for text in done.errors:
             click.echo(f"  {text}")
-    context.exit(1 if done.failed else 0)
+    if done.other_tenants:
+        click.echo(f"{address} has records of {done.other_tenants} other tenants: run this for each", err=True)
+    context.exit(1 if done.errors else 0)

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 
 from shadowserve import members
-from shadowserve.errors import ConfigurationError, ShadowServeError
+from shadowserve.errors import ConfigurationError
 from shadowserve.placement import PARTITIONS, Placement
 from shadowserve.sizes import human_size
 from shadowserve_tools.plane_stats import percent, since, table_of
@@ -39,11 +39,12 @@ def members_of(given: members.Given) -> dict[str, float]:
         raise ConfigurationError(f"{given}: {error}") from error
 
 
-def with_members(addresses: Iterable[str]) -> Iterator[str]:
-    """Yield the addresses, and those of all nodes in place of a fleet."""
+def with_members(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the addresses, those of all nodes in place of a fleet, and the name in their certificates if it differs."""
     for where in addresses:
         given = given_members(where)
-        yield from [where] if given is None else members_of(given)
+        name = "" if given is None else members.service_of(given)
+        yield from ((each, name) for each in ([where] if given is None else members_of(given)))
 
 
 class FleetView:
@@ -80,10 +81,10 @@ class FleetView:
             if address not in self._nodes:
                 self._nodes[address] = self._connect(address)
             view = self._nodes[address].step()
-        except ShadowServeError as error:
+        except Exception as error:  # of a node that answers nonsense, too: the others are shown
             if (broken := self._nodes.pop(address, None)) is not None:
                 broken.close()
-            return row | {"state": str(error)}
+            return row | {"state": str(error) or repr(error)}
         bucket = view.get("bucket")
         names = (
             "load_s",
@@ -102,7 +103,7 @@ class FleetView:
         """Return a view for the terminal."""
         nodes = view["nodes"]
         known = [each for each in nodes if "load_s" in each]
-        head = f"{where}, fleet of {len(nodes)} storage nodes, {len(nodes) - len(known)} do not answer"
+        head = f"{escape(where)}, fleet of {len(nodes)} storage nodes, {len(nodes) - len(known)} do not answer"
         period = since(known[0]) if known else ""
         columns = (
             "weight",
@@ -131,7 +132,7 @@ class FleetView:
                 ]
             sound = each["state"] == "ok"
             state = "ok" if sound else f"[red]{escape(each['state'][:_ERROR_CHARACTERS_MAX])}[/red]"
-            table.add_row(each["address"], f"{each['weight']:g}", percent(each["share"]), *cells, state)
+            table.add_row(escape(each["address"]), f"{each['weight']:g}", percent(each["share"]), *cells, state)
         return Group(head, table, f"hits and sent {period}; bucket requests since the start" if known else "")
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from google.protobuf.json_format import MessageToDict
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Column, Table
 
 from host_control.client import DataPlaneClient
@@ -70,7 +71,8 @@ class PlaneWatcher:
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
-        head = f"{where}, data plane, shadowserve {view['version']}, {view['backend']}, up {view['up_seconds']:.0f} s"
+        program = f"data plane, shadowserve {view['version']}, {view['backend']}"
+        head = f"{escape(where)}, {program}, up {view['up_seconds']:.0f} s"
         state = "connected" if view["storage_connected"] else "[red]not connected[/red]"
         table = table_of("what", since(view))
         for title, text in (

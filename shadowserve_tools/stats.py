@@ -13,6 +13,7 @@ from urllib.parse import unquote
 import click
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.text import Text
 
 from shadowserve import members
@@ -244,7 +245,7 @@ def _rendered(view: Mapping[str, Any], where: str, watcher: Watcher) -> Renderab
     server = f"shadowserve {view['version']}, {view['engine']}"
     if view["other_server"]:
         server = f"{view['other_server']}, not a storage node of ShadowServe: fewer counters"
-    head = f"{where}, {server}, up {view['uptime_s']:.0f} s"
+    head = f"{escape(where)}, {server}, up {view['uptime_s']:.0f} s"
     watched = watcher.watches
     table = table_of("what", since(view))
     if watched:
@@ -439,8 +440,11 @@ class _StorageView:
         self._client.close()
 
 
-def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
-    """Return the source of a program's statistics: the protocol tells which program it is."""
+def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: str = "") -> Source:
+    """Return the source of a program's statistics: the protocol tells which program it is.
+
+    ``server_name``: name in its certificate, if it is another one than in ``where``.
+    """
     if (given := given_members(where)) is not None:
         name = members.service_of(given)
         return FleetView(given, lambda node: _StorageView(_login(node, login, server_name=name), watches=watches))
@@ -449,9 +453,9 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool) -> Source:
     credentials = None
     if login["tls_ca"]:
         files = {"certificate": login["tls_cert"], "key": login["tls_key"]}
-        credentials = Credentials(authorities=login["tls_ca"], **files, server_name="")
+        credentials = Credentials(authorities=login["tls_ca"], **files, server_name=server_name)
     protocol = "http2" if where.startswith("unix:") else "resp"
-    storage = None if where.startswith("unix:") else _login(where, login)
+    storage = None if where.startswith("unix:") else _login(where, login, server_name=server_name)
     with contextlib.suppress(OSError, ValueError):  # the client reports the reason
         protocol = identify(where, encrypted=credentials is not None).protocol
     if protocol == "http2":

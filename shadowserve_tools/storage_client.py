@@ -74,7 +74,7 @@ class StorageClient:
         self._runner = asyncio.Runner()
         try:
             self._client = self._runner.run(self._open(login, greeting, context))
-        except (OSError, ProtocolError, StorageUnavailableError) as error:
+        except (OSError, UnicodeError, ProtocolError, StorageUnavailableError) as error:  # UnicodeError: of a name
             self._runner.close()
             if isinstance(error, ssl.SSLError) or context is not None and not isinstance(error, ConnectionRefusedError):
                 raise StorageUnavailableError(f"no TLS with the storage node at {self._where}: {error}") from error

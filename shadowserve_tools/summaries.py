@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Column, Table
 from rich.text import Text
 
@@ -83,7 +84,7 @@ class MetricsWatcher:
         table = Table("what", Column("now", justify="right"), box=SIMPLE_HEAD, padding=0)
         for value in summary["values"]:
             table.add_row(value["title"], value["text"])
-        return Group(f"{where}, {summary['kind']}", *rendered(summary), table)
+        return Group(f"{escape(where)}, {summary['kind']}", *rendered(summary), table)
 
     def close(self) -> None:
         """Do nothing: each step has a connection of its own."""

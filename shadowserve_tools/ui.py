@@ -22,17 +22,19 @@ _ERROR_CHARACTERS_MAX: Final = 500
 class _Poller:
     """Asks one program in its own thread, so that a program that does not answer delays no other."""
 
-    def __init__(self, where: str, login: dict[str, Any], interval_s: float, stopped: threading.Event) -> None:
+    def __init__(
+        self, where: str, server_name: str, login: dict[str, Any], interval_s: float, stopped: threading.Event
+    ) -> None:
         self.shown: dict[str, Any] = {"where": where, "error": "no answer yet"}
-        self._arguments = where, login, interval_s, stopped
+        self._arguments = where, server_name, login, interval_s, stopped
         self._thread = threading.Thread(target=self._run, name=f"ui-{where}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        where, login, interval_s, stopped = self._arguments
+        where, server_name, login, interval_s, stopped = self._arguments
         while not stopped.is_set():
             try:
-                with contextlib.closing(source(where, login, watches=True)) as program:
+                with contextlib.closing(source(where, login, watches=True, server_name=server_name)) as program:
                     while not stopped.is_set():
                         summary = program.step()["summary"]
                         if summary is None:
@@ -62,7 +64,7 @@ def ui(addresses: Sequence[str], host: str, port: int, interval: float, **login:
     stopped = threading.Event()
     for number in stop_signals():
         signal.signal(number, lambda *_: stopped.set())
-    pollers = [_Poller(where, login, interval, stopped) for where in dict.fromkeys(with_members(addresses))]
+    pollers = [_Poller(*where, login, interval, stopped) for where in dict.fromkeys(with_members(addresses))]
     try:
         endpoint = Endpoint(host, port, CollectorRegistry(), summaries=lambda: [each.shown for each in pollers])
     except OSError as error:

@@ -335,6 +335,7 @@ class Stream(StreamRecords):
         sent: Number of layers that are sent or dropped.
         partly_sent_bytes: Sent bytes of the layer that is being sent.
         unsent_bits: Size of the layers from ``resolved`` on, as it was known at the start.
+        soon_bits_max: Most bits of them that count in the node's load.
         is_active: Its layers are being sent.
         has_link_share: Its flow is in the shaper.
         error: Error reply for all layers that are not resolved; empty for none.
@@ -354,7 +355,7 @@ class Stream(StreamRecords):
         super().__init__(node, session, names, layers, wake)
         self.account = account
         self.share = session.share
-        self.limit, self.window_s, self.ends_s = inf, WINDOW_S_MIN, inf
+        self.limit, self.window_s, self.ends_s, self.soon_bits_max = inf, WINDOW_S_MIN, inf, inf
         self.flow: Flow | None = None
         self.resolved = self.sent = self.partly_sent_bytes = self.unsent_bits = 0
         self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
@@ -445,6 +446,12 @@ class Stream(StreamRecords):
             self._unread_s, self._unread_bits = now_s, taken
         elapsed_s = now_s - self._unread_s
         return inf if elapsed_s < after_s else (taken - self._unread_bits) / elapsed_s
+
+    @property
+    def rate_max(self) -> float:
+        """Highest rate in bits per second by the limits of the request and of its tenant; infinite for none."""
+        limiter = self.session.limiter
+        return min(self.limit, inf if limiter is None else 8 * limiter.bytes_per_s)
 
     @property
     def is_over(self) -> bool:

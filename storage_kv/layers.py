@@ -49,6 +49,8 @@ _STREAMS_OF_TENANT_MAX: Final = 256
 """Streams of one tenant that keep records in memory: each costs the thread some microseconds a layer."""
 _CHECK_INTERVAL_S: Final = 1.0  # interval of the checks for late and slow streams
 _PACE_S: Final = 5.0  # time for which a client may read more slowly than the lowest rate
+_SOON_S: Final = 0.1  # the node's load has what a stream's limit lets it send in this time,
+_READ_S: Final = 1.0  # and at most what its client has read in this one
 _ERROR_GRACE_S: Final = 5.0  # time for a client to read what was sent before an error; then its connection is aborted
 
 
@@ -94,7 +96,7 @@ class LayerStreams:
         self._active: list[Stream] = []
         self._ending: list[Stream] = []
         self._of_tenant: dict[int, int] = {}  # number of streams with records in memory
-        self.active = self._unadmitted = self._waiting_bytes = 0
+        self.active = self._unadmitted = 0
         self._checked_s = 0.0
         self._thread = threading.Thread(target=self._run, name="layers", daemon=True)
 
@@ -207,7 +209,7 @@ class LayerStreams:
     def _fail_all(self) -> None:
         streams = [stream for stream in self._all() if not stream.is_ended]
         self._fail(streams)
-        self._working, self._waiting, self._waiting_bytes = FairQueue(), FairQueue(), 0
+        self._working, self._waiting = FairQueue(), FairQueue()
         self._reading, self._active, self._lines = [], [], {}
         self._shaper.clear()
         for stream in streams:
@@ -231,8 +233,8 @@ class LayerStreams:
                 self._finish(stream)
         has_more = [stream for stream in self._active if self._works_ahead(stream)]
         wait_s = self._send_layers()
-        unsent_bits = sum(stream.unsent_bits for stream in self._active)
-        self._node.load.layers_bytes = self._waiting_bytes + unsent_bits // 8
+        soon_bits = sum(min(stream.unsent_bits, stream.soon_bits_max) for stream in self._active)
+        self._node.load.layers_bytes = int(soon_bits / 8)
         if self._working or has_more:
             return 0.0
         return min(wait_s, _CHECK_INTERVAL_S) if self.active or self._unadmitted or self._ending else inf
@@ -268,7 +270,6 @@ class LayerStreams:
                 self._reading.append(stream)
             else:
                 self._waiting.add(tenant, stream.session.id, stream)
-                self._waiting_bytes += stream.sized_bytes
 
     def _admit_waiting(self) -> None:
         for tenant in self._waiting.tenants():
@@ -276,7 +277,6 @@ class LayerStreams:
                 if not (stream.is_over or self._reserve(stream)):
                     break
                 self._waiting.charge(tenant, stream.sized_bytes, stream.session.weight)
-                self._waiting_bytes -= stream.sized_bytes
                 if stream.is_over:
                     self._finish(stream)
                 else:
@@ -313,8 +313,7 @@ class LayerStreams:
 
     def _begin_flow(self, stream: Stream) -> None:
         """Start to send a stream whose layers are known, unless it could not be sent in time."""
-        limiter = stream.session.limiter
-        rate = min(stream.limit, inf if limiter is None else 8 * limiter.bytes_per_s)
+        rate = stream.rate_max
         needs_s, left_s = sum(stream.bits) / rate, stream.ends_s - time.monotonic()
         if needs_s > left_s:
             self._give_up(
@@ -322,7 +321,7 @@ class LayerStreams:
             )
             self._finish(stream)
         elif self._run_step(stream, stream.begin_reply):
-            stream.is_active = True
+            stream.is_active, stream.soon_bits_max = True, rate * _SOON_S
             self._active.append(stream)
             self._begin_next(stream.session.id)
         else:
@@ -378,6 +377,7 @@ class LayerStreams:
         least = self._node.config.layers_bits_per_s_min
         for stream in self._all():
             if not stream.abort_s:
+                stream.soon_bits_max = min(stream.rate_max * _SOON_S, stream.pace(now_s, _READ_S) * _READ_S)
                 if now_s > stream.ends_s:
                     self._give_up(stream, f"it took longer than {self._node.config.layers_timeout_s:g} s")
                 elif (pace := stream.pace(now_s, _PACE_S)) < least:

@@ -13,11 +13,13 @@ class LinkLoad:
 
     Attributes:
         replies_bytes: Bytes of replies that could be sent now.
-        layers_bytes: Bytes of requests for layers that are not part of replies yet.
+        layers_bytes: Bytes of requests for layers that are not part of replies yet, and may be sent soon.
+        is_asked: A client has asked for the load.
     """
 
     def __init__(self) -> None:
         self.replies_bytes = self.layers_bytes = 0
+        self.is_asked = False
         self._bytes_per_s = 0.0  # not measured yet
         self._measured_s, self._sent_bytes, self._was_busy = inf, 0, False
 
@@ -32,6 +34,9 @@ class LinkLoad:
         self._measured_s, self._sent_bytes, self._was_busy = now_s, sent_bytes, busy
 
     def microseconds(self, bits_per_s: float) -> int:
-        """Return the load, at most ``LOAD_US_MAX``; ``bits_per_s``: configured capacity of the link, 0 if unknown."""
-        rate = min(self._bytes_per_s or _FIRST_BYTES_PER_S, bits_per_s / 8 or inf)
+        """Return the load, at most ``LOAD_US_MAX``; ``bits_per_s``: configured capacity of the link, 0 if unknown.
+
+        A configured capacity comes first: clients behind slower links of their own lower what is measured.
+        """
+        rate = bits_per_s / 8 or self._bytes_per_s or _FIRST_BYTES_PER_S
         return min(round(1e6 * (self.replies_bytes + self.layers_bytes) / rate), LOAD_US_MAX)

@@ -66,7 +66,8 @@ _LOOPBACK_SEND_BYTES: Final = 512 << 10
 the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
 chooses, because the buffer must cover the round trip."""
 _UNSENT_BYTES: Final = 1 << 20
-"""Bytes of one client's replies that the kernel takes before it can send them. Others count in the node's load."""
+"""Bytes of one client's replies that the kernel takes before it can send them. Others count in the node's load. A node
+that reports no load leaves it to the kernel."""
 
 _DENIED: Final = (
     "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
@@ -243,7 +244,8 @@ class StorageServer:
             self._refuse(sock, "ERR max number of clients reached")
             return
         try:
-            _tune(sock, loopback=is_loopback(address[0]))
+            reports_load = node.config.fleet is not None or node.load.is_asked
+            _tune(sock, loopback=is_loopback(address[0]), reports_load=reports_load)
             local = sock.getsockname()
             transport = self._transport(sock)
         except OSError:  # the client has disconnected
@@ -415,10 +417,10 @@ class StorageServer:
         self._listeners = []
 
 
-def _tune(sock: socket.socket, *, loopback: bool) -> None:
+def _tune(sock: socket.socket, *, loopback: bool, reports_load: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-    else:
+    elif reports_load:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

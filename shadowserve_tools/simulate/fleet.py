@@ -14,6 +14,7 @@ import numpy as np
 from shadowserve.keys import SEGMENT_CHUNKS
 from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.indexing import MERGED
 from shadowserve_tools.bench.parts.options import numbers_option, real, whole
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
@@ -34,7 +35,8 @@ _INDEX_TTL_S: Final[float] = S3Config.model_fields["index_ttl_s"].default
 _LISTED: Final = 1000
 """Objects in one answer of the bucket to LIST."""
 _INDEXED: Final = 16
-"""Objects that an index object describes."""
+_INDEX_S: Final = 3600.0
+"""A node writes an index object of a partition for this many new objects, or after this time."""
 _INTERVALS: Final = 60
 """Intervals between two lists of a partition."""
 _TOLERANCE: Final = 0.1
@@ -113,6 +115,7 @@ def outcome(setting: Setting, its: Given, scenario: str = "steady") -> Outcome:
     rate = setting.engines * setting.requests_per_s
     count = round(setting.seconds * rate)
     begin_s = fleet.counting_from_s = _WARM_UP_SHARE * setting.seconds
+    fleet.counting_to_s = setting.seconds
     times, of = np.cumsum(random.exponential(1 / rate, count)), random.integers(0, setting.engines, count)
     arrivals = list(zip(times.tolist(), of.tolist(), strict=True))
     if scenario == "storm":
@@ -141,7 +144,10 @@ def outcome(setting: Setting, its: Given, scenario: str = "steady") -> Outcome:
 
 
 def _recover_s(fleet: Fleet, detected_s: float, end_s: float) -> float:
-    """Return the time until reads of the lost node's segments take at most twice as long as from an idle bucket."""
+    """Return the time until reads of the lost node's segments take at most twice as long as from an idle bucket.
+
+    Reads that end without their bytes take infinitely long.
+    """
     its = fleet.its
     idle_s = its.bucket_latency_ms / 1e3 + RANGE_BYTES / (its.bucket_mb_per_s * 1e6)
     for begin_s in np.arange(detected_s, end_s, _WINDOW_S):
@@ -154,8 +160,8 @@ def _recover_s(fleet: Fleet, detected_s: float, end_s: float) -> float:
 def bucket_rates(setting: Setting, its: Given, found: Outcome) -> dict[str, float]:
     """Return the requests a second to the bucket, by kind, and dollars a month.
 
-    Each node lists its own partitions once an hour and the news of others in each interval. An index object is written
-    and read for sixteen objects (shadowserve/pool/cold).
+    Each node lists its own partitions once an hour and the news of others in each interval. Index objects are written
+    for sixteen objects, or each hour, and eight are read and merged into one (shadowserve/pool/cold).
     """
     chunk_bytes = its.chunk_mb * 1e6
     object_bytes = chunk_bytes * max(1, min(SEGMENT_CHUNKS, _OBJECT_BYTES // chunk_bytes))
@@ -163,7 +169,9 @@ def bucket_rates(setting: Setting, its: Given, found: Outcome) -> dict[str, floa
     new = found.counts.stored_bytes / object_bytes / found.counted_s
     pages = PARTITIONS + stored_bytes / object_bytes / _LISTED
     lists = pages / (_INTERVALS * _INDEX_TTL_S) + setting.nodes / _INDEX_TTL_S
-    gets, puts = found.counts.gets / found.counted_s + new / _INDEXED, new + new / _INDEXED
+    indexes = max(new / _INDEXED, min(new, PARTITIONS / _INDEX_S))
+    merges = indexes / (MERGED - 1)
+    gets, puts = found.counts.gets / found.counted_s + merges * MERGED, new + indexes + merges
     dollars = (puts + lists) * its.put_dollars + gets * its.get_dollars
     return {
         "gets_per_s": gets, "puts_per_s": puts, "lists_per_s": lists,

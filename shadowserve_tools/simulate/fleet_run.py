@@ -43,6 +43,7 @@ class Counts:
     Attributes:
         asked: Bytes that nodes were asked for; each is sent, or given up with a node or a deadline.
         by_source: Bytes from an engine's cache, a node's memory or devices, the bucket; those of a miss are computed.
+            These, ``gets`` and ``stored_bytes`` are of the counted time only.
         late: Requests that ran out of time and computed the rest.
     """
 
@@ -84,12 +85,16 @@ class _Request:
 
 
 class _Job:
-    """A transfer of a segment: ``live`` until it ends, ``sending`` while it is on the link, up to the work ``end``."""
+    """A transfer of a segment: ``live`` until it ends, ``sending`` while it is on the link, up to the work ``end``.
 
-    __slots__ = ("end", "live", "node", "request", "segment", "sending", "size")
+    ``counted``: its bytes that the counts have under its source.
+    """
 
-    def __init__(self, request: _Request, node: "_Node", segment: Segment, size: float) -> None:
-        self.request, self.node, self.segment, self.size = request, node, segment, size
+    __slots__ = ("counted", "end", "live", "node", "request", "segment", "sending", "size", "source")
+
+    def __init__(self, request: _Request, node: "_Node", segment: Segment, size: float, source: str) -> None:
+        self.request, self.node, self.segment, self.size, self.source = request, node, segment, size, source
+        self.counted = 0.0
         self.live, self.sending = True, False
         self.end = 0.0
 
@@ -184,9 +189,9 @@ class Fleet:
         self.engine_rate = its.engine_gbit_per_s * its.tcp_share * 1e9 / 8
         self.engines = [_Engine() for _ in range(engines)]
         self.now_s, self.counts = 0.0, Counts()
-        self.counting_from_s = 0.0
+        self.counting_from_s, self.counting_to_s = 0.0, math.inf
         self.ended: Callable[[int], None] = lambda engine: None  # called after each request
-        self.watched = ""  # node whose segments' transfers are noted: their begin and time
+        self.watched = ""  # node whose segments' transfers are noted: their begin and time, infinite for abandoned ones
         self.transfers: list[tuple[float, float]] = []
         self._stored_at_s: dict[int, float] = {}  # segments that were stored in the run
         self._next_get_s = 0.0
@@ -353,12 +358,12 @@ class Fleet:
             request.missing += segment.chunks
             self._count("miss", size)
             return
-        job = _Job(request, node, segment, size)
+        job = _Job(request, node, segment, size, source)
         request.jobs.append(job)
         request.open += 1
         node.jobs[job] = None
         self.counts.asked += size
-        self._count(source, size)
+        job.counted = self._count(source, size)
         if not node.up:
             return  # until the data plane gives the node up
         node.met.add(segment.ident)
@@ -376,9 +381,15 @@ class Fleet:
             node.filling[segment.ident] = [job]
             self._read_bucket(node, segment.ident, size)
 
-    def _count(self, source: str, size: float) -> None:
-        if self.now_s >= self.counting_from_s:
-            self.counts.by_source[source] += size
+    @property
+    def _counting(self) -> bool:
+        return self.counting_from_s <= self.now_s <= self.counting_to_s
+
+    def _count(self, source: str, size: float) -> float:
+        """Count bytes of a source; return those that are counted."""
+        counted = size if self._counting else 0.0
+        self.counts.by_source[source] += counted
+        return counted
 
     def _loaded(self, job: _Job, restarts: int) -> None:
         if job.node.restarts == restarts and job.node.up:
@@ -401,7 +412,7 @@ class Fleet:
             took_s = self.its.bucket_latency_ms / 1e3 + part / (self.its.bucket_mb_per_s * 1e6)
             heapq.heapreplace(node.slots, begin_s + took_s)
             ended_s = max(ended_s, begin_s + took_s)
-            if self.now_s >= self.counting_from_s:
+            if self._counting:
                 self.counts.gets += 1
         self.at(ended_s, self._filled, node, ident, node.restarts, True)
 
@@ -418,8 +429,7 @@ class Fleet:
             if job.live and ok:
                 self._send(job)
             elif job.live:
-                self._abandon(job)
-                job.request.missing += job.segment.chunks
+                self._miss(job)
                 self._compute_if_placed(job.request)
 
     # ---- Links
@@ -471,7 +481,17 @@ class Fleet:
             node.active -= 1
             node.queued = max(0.0, node.queued - max(0.0, job.end - node.work)) if node.active else 0.0
 
+    def _miss(self, job: _Job) -> None:
+        """Compute what a transfer did not bring."""
+        counted = job.counted
+        self._abandon(job)
+        self.counts.by_source["miss"] += counted
+        job.request.missing += job.segment.chunks
+        if self._is_watched(job):
+            self.transfers.append((job.request.begun_s, math.inf))
+
     def _abandon(self, job: _Job) -> None:
+        self.counts.by_source[job.source] -= job.counted
         if job.sending:
             job.node.pass_time(self.now_s)
         self._close(job)
@@ -487,8 +507,7 @@ class Fleet:
             self.counts.late += 1
             for job in request.jobs:
                 if job.live:
-                    request.missing += job.segment.chunks
-                    self._abandon(job)
+                    self._miss(job)
             self._compute_if_placed(request)
 
     def _compute_if_placed(self, request: _Request) -> None:
@@ -517,7 +536,7 @@ class Fleet:
             node.keep(segment.ident, SEGMENT_CHUNKS * self.chunk)
             if self.its.device_tb:
                 node.on_device.add(segment.ident)
-            if self.now_s >= self.counting_from_s:
+            if self._counting:
                 self.counts.stored_bytes += segment.chunks * self.chunk
         self.ended(request.engine)
 

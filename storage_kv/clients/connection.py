@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Final
 
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop, Signal
 from storage_kv.clients.executor import CommandExecutor
-from storage_kv.clients.transport import Transport
+from storage_kv.clients.transport import Transport, window_limited_s
 from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, ValueSlice
@@ -35,9 +35,6 @@ _RECEIVE_BYTES: Final = 32 << 10
 
 _RECEIVE_FEW_BYTES: Final = 4 << 10
 """The same for a client that sends less than this at a time: freeing most of a 64 KiB buffer is slow in malloc."""
-
-_UNREAD_S: Final = 1.0
-"""Time after which a client that reads nothing does not count in the node's load: it does not use the link."""
 
 _LINGER_S: Final = 1.0
 """How long a closed connection reads and drops input, so that a reset does not destroy the last reply (RFC 1122)."""
@@ -453,9 +450,10 @@ class Connection:
             return
         # A client that waits for a device, or is not read for that reason, is not the one that stalls.
         if executor.replies.out or (executor.reader.in_progress and self._interest & READ):
-            if still_s > _UNREAD_S and executor.replies.counted_bytes:
+            if executor.replies.out:
+                limited_s = window_limited_s(self._transport.socket)
                 with self._node.lock:
-                    executor.replies.count_load(stalled=True)
+                    executor.replies.note_window(limited_s, now_s)
             if still_s > config.stall_timeout_s:
                 with self._node.lock:
                     counters.clients_stalled += 1

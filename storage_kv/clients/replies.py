@@ -54,6 +54,7 @@ class Replies:
         self.out_bytes = 0
         self.lent_bytes = 0
         self.layer_bytes = self.counted_bytes = 0
+        self._reads_slowly, self._window = False, (0.0, 0.0)
         self.waiting: deque[Part] = deque()
         self.waiting_bytes = 0
         self.deferred = 0
@@ -194,8 +195,18 @@ class Replies:
         self.out_bytes = self.waiting_bytes = self.lent_bytes = self.deferred = 0
         self.count_load()
 
-    def count_load(self, *, stalled: bool = False) -> None:
-        """Add what has come to the node's load, and subtract what was sent; a client that does not read has none."""
-        size = 0 if stalled else self.out_bytes
+    def note_window(self, limited_s: float, now_s: float) -> None:
+        """Note for how long the kernel has waited for the client to read, in all: half of the time is slow reading."""
+        limited_before_s, before_s = self._window
+        self._window = limited_s, now_s
+        self._reads_slowly = limited_s - limited_before_s > (now_s - before_s) / 2
+        self.count_load()
+
+    def count_load(self) -> None:
+        """Add what has come to the node's load, and subtract what was sent.
+
+        A client that reads slowly has no load: its bytes do not wait for the link, and do not tell its rate.
+        """
+        size = 0 if self._reads_slowly else self.out_bytes
         self._node.load.replies_bytes += size - self.counted_bytes
         self.counted_bytes = size

@@ -10,6 +10,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -27,6 +28,20 @@ _BYTES_PER_CALL_MAX: Final = 512 << 10
 _HANDSHAKE_RECORD: Final = 0x16
 _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """For TLS 1.2: forward secret and authenticated. TLS 1.3 has no others."""
+
+
+_INFO_BYTES: Final = 184
+_WINDOW_LIMITED: Final = 176
+"""Of Linux's struct tcp_info: time in which bytes to send waited for the peer's window, in microseconds."""
+
+
+def window_limited_s(sock: socket.socket) -> float:
+    """Return for how long the kernel has waited for a client to read, in all; 0.0 if it does not tell."""
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    except OSError:
+        return 0.0
+    return 1e-6 * int(struct.unpack_from("=Q", info, _WINDOW_LIMITED)[0]) if len(info) == _INFO_BYTES else 0.0
 
 
 class PlainClientError(ConnectionError):

@@ -74,6 +74,7 @@ def prefetch(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 def load(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     """KV.LOAD: how many microseconds the bytes that wait for clients need on the node's link; 0 for an idle node."""
+    node.load.is_asked = True
     return b":%d\r\n" % node.load_us
 
 

@@ -244,6 +244,15 @@ def test_a_pod_hides_service_links_and_shares_no_namespace_with_its_host(values:
             assert not any("hostPath" in volume for volume in spec["volumes"])
 
 
+def test_three_replicas_are_a_fleet_whose_members_are_those_of_the_service() -> None:
+    found = documents(rendered(CHART / "ci" / "shared-values.yaml"))
+    service = "ss-shadowserve-storage.kv.svc.cluster.local"
+    assert yaml.safe_load(files_of(found)["dpu.yaml"])["dpu"]["storage_nodes"] == f"dns:{service}:6380"
+    [node] = [each for each in containers(found) if each["name"] == "storage"]
+    [fleet] = [each["value"] for each in node["env"] if each["name"] == "SHADOWSERVE_STORAGE_FLEET"]
+    assert json.loads(fleet) == {"address": f"$(POD_NAME).{service}:6380", "members": f"dns:{service}:6380"}
+
+
 def answer(port: int, path: str) -> tuple[int, str]:
     with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as page:
         return page.status, page.read().decode()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,40 @@ def test_addresses_of_a_service_have_the_names_below_it(monkeypatch: pytest.Monk
     assert list(found) == ["storage-0.storage.ns.svc.cluster.local:6380", "10.0.0.2:6380", "[fd00::3]:6380"]
     assert members.first("dns:storage.ns:6380") == {"storage.ns:6380": 1.0}, "the start does not wait for DNS"
     assert members.service_of("dns:storage.ns:6380") == "storage.ns"
+
+
+def test_a_passing_failure_of_reverse_dns_gives_no_member_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reverse(address: tuple[str, int], _: int) -> tuple[str, str]:
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [(0, 0, 0, "", ("10.0.0.1", 6380))])
+    monkeypatch.setattr(socket, "getnameinfo", reverse)
+    with pytest.raises(OSError, match=r"the reverse name of 10\.0\.0\.1: Temporary failure"):
+        members.read("dns:storage.ns:6380")
+
+
+async def test_a_member_that_one_answer_of_dns_lacks_stays_until_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read may take longer than the limit of the first one."""
+    answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.1"], ["10.0.0.1"], ["10.0.0.1"]]
+    applied: asyncio.Queue[set[str]] = asyncio.Queue()
+    refused: list[None] = []
+
+    def addresses(name: str, port: int, **_: Any) -> list[Any]:
+        if len(answers) < 4:
+            time.sleep(0.1)
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        return [(0, 0, 0, "", (address, port)) for address in found]
+
+    async def apply(weights: Mapping[str, float]) -> None:
+        applied.put_nowait(set(weights))
+
+    monkeypatch.setattr(socket, "getaddrinfo", addresses)
+    follower = members.Follower("dns:storage.ns:6380", 0.01, apply, lambda: refused.append(None), timeout_s=0.05)
+    await follower.start()
+    both = {"10.0.0.1:6380", "10.0.0.2:6380"}
+    assert [await applied.get() for _ in range(3)] == [both, both, {"10.0.0.1:6380"}]
+    assert not refused
+    await follower.stop()
 
 
 async def test_a_list_that_cannot_be_used_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -150,6 +150,10 @@ class ServerSocket:
     def fileno(self) -> int:
         return self._descriptor
 
+    def getsockopt(self, *_: int) -> bytes:
+        """Return nothing: an older kernel."""
+        return b""
+
     @property
     def readable(self) -> bool:
         """True if recv() would not raise BlockingIOError."""

@@ -5,14 +5,16 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import FaultyS3
 from machine import wait_for
-from storage_support import Child, Client, Start, bucket_flags, make_record
+from storage_support import Child, Client, Start, bucket_flags, login, make_record
 
 from shadowserve.placement import Placement, partition_of
 from shadowserve_tools import main
+from shadowserve_tools.storage_client import StorageClient
 
 CHAIN = Chain("moved", 40)
 RECORDS = dict(make_record(hashlib.sha256(b"%d" % number).digest()) for number in range(40))
@@ -73,6 +75,52 @@ def test_what_the_bucket_has_is_prefetched_and_the_rest_is_copied(start: Start, 
     code, found = drained(old, f"127.0.0.1:{new.port}")
     assert code == 0 and counts(found, "copied", "in_bucket") == [0, 40]
     wait_for(lambda: target.info()["records"] == "40")
+
+
+def test_the_node_itself_by_another_name_is_no_member_that_stays(start: Start) -> None:
+    """Otherwise all its records would count as present, and would be lost with it."""
+    node, other = start(), start()
+    store(node.client(), RECORDS.items())
+    command = ["drain", f"127.0.0.1:{node.port}", f"localhost:{node.port},127.0.0.1:{other.port}"]
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2 and "is the node itself" in done.output
+
+
+def test_a_record_that_is_refused_keeps_no_other_from_its_copy(start: Start) -> None:
+    node, small = start(), start("--memory-budget-bytes", "1 MiB")
+    client = node.client()
+    store(client, RECORDS.items())
+    large = make_record(b"k" * 32, body_bytes=2 << 20)
+    store(client, [large])
+    code, found = drained(node, f"127.0.0.1:{small.port}")
+    assert code == 1 and counts(found, "copied", "failed") == [40, 1]
+    assert len(found["errors"]) == 1 and "refused SET" in found["errors"][0]
+
+
+def test_the_result_counts_what_was_copied_before_the_node_ended(start: Start) -> None:
+    node, other = start(), start()
+    store(node.client(), RECORDS.items())
+    copy = StorageClient.call
+
+    def call(client: StorageClient, *arguments: str | bytes) -> Any:
+        reply = copy(client, *arguments)
+        if arguments[0] == "SET":
+            node.kill()
+        return reply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StorageClient, "call", call)
+        code, found = drained(node, f"127.0.0.1:{other.port}")
+    assert code == 1 and found["copied"] >= 1 and found["copied"] + found["failed"] == 40 and found["errors"]
+
+
+def test_tenants_whose_records_are_not_copied_are_counted(start: Start, start_tenants: Start) -> None:
+    node, other = start_tenants(), start()
+    for user in ("ann", "bob"):
+        store(login(node, user), RECORDS.items())
+    command = ["drain", f"127.0.0.1:{node.port}", f"127.0.0.1:{other.port}", "--user", "root", "--password", "r"]
+    done = CliRunner().invoke(main, command)
+    assert "has records of 2 other tenants" in done.output
 
 
 def test_a_drain_needs_a_member_that_stays(start: Start) -> None:

@@ -1,19 +1,23 @@
 """``shadowserve stats`` on running servers."""
 
 import asyncio
+import contextlib
 import json
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 from machine import WAIT_MAX_S, free_port
-from storage_support import Child, Start, make_record
+from storage_support import Child, Start, make_certificates, make_record, tls_flags
 
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp_client import RespClient
 from shadowserve_tools import main
+from shadowserve_tools.fleet_stats import with_members
 from shadowserve_tools.processes import start_redis
-from shadowserve_tools.stats import Sample, Watcher, _gone
+from shadowserve_tools.stats import Sample, Watcher, _gone, source
 from shadowserve_tools.storage_client import Login
 
 PASSWORD = "correct horse"
@@ -88,8 +92,27 @@ def test_a_fleet_is_a_table_with_a_line_for_each_node(server: Child, tmp_path: P
     assert (node["state"], node["weight"], node["records"], node["load_s"]) == ("ok", 3.0, 1, 0)
     assert node["share"] == pytest.approx(0.75, abs=0.05) and node["share"] + dead["share"] == pytest.approx(1.0)
     assert "cannot reach the storage node at 127.0.0.1:1" in dead["state"]
+    assert "[fd00::3]:1" in stats(f"127.0.0.1:{server.port},[fd00::3]:1").output
+    assert stats(f"127.0.0.1:{server.port},{'a' * 64}.test:1", "--json").exit_code == 0, "a name that is too long"
     file.write_text("")
     assert "no members" in stats(f"file:{file}").output
+
+
+def test_the_nodes_behind_a_name_are_asked_for_its_certificate(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_certificates(tmp_path, "storage.test")
+    port = start("--host", "127.0.0.2", *tls_flags(tmp_path)).port  # the certificate lacks this address
+    resolve = socket.getaddrinfo
+
+    def resolved(host: str, *rest: Any, **more: Any) -> list[Any]:
+        return list(resolve(host.replace("storage.test", "127.0.0.2"), *rest, **more))
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    [(where, name)] = with_members([f"dns:storage.test:{port}"])
+    files = {"user": "", "password": "", "tls_ca": f"{tmp_path}/ca.crt", "tls_cert": "", "tls_key": ""}
+    with contextlib.closing(source(where, files, watches=False, server_name=name)) as node:
+        assert node.step()["records"] == 0
 
 
 def test_a_password_is_given_by_the_environment_or_a_flag(start: Start) -> None:

@@ -91,6 +91,17 @@ def test_the_bucket_limit_bounds_reads_and_late_ones_are_computed() -> None:
     assert fleet.counts.ended == 100
 
 
+def test_bytes_that_do_not_come_in_time_are_computed_ones_and_no_recovery() -> None:
+    fleet, prompt = bare()
+    fleet.watched = "node 0"
+    fleet.stop("node 0")
+    fleet.ask(0, prompt)
+    fleet.at(60, lambda: None)
+    fleet.run()
+    assert fleet.counts.late == 1 and fleet.counts.by_source["miss"] == 1e6 == sum(fleet.counts.by_source.values())
+    assert fleet.transfers == [(0.0, math.inf)]
+
+
 def test_a_lost_nodes_segments_come_from_others_within_two_seconds_of_its_detection(
     outcomes: dict[str, Outcome],
 ) -> None:
