@@ -9,7 +9,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
@@ -63,13 +63,13 @@ class Counts:
 class _Engine:
     """An engine and its data plane: its prefix cache, the loads that it knows, and when it is free again."""
 
-    __slots__ = ("cache", "computes_until_s", "loads", "met", "receives_until_s")
+    __slots__ = ("cache", "computes_until_s", "loads", "met", "receives_until_s", "warms_until_s")
 
     def __init__(self) -> None:
         self.cache: dict[int, int] = {}  # chunks of each segment in the engine's own memory, the next to go first
         self.met: set[int] = set()  # segments whose place is no more that before the run
         self.loads: dict[_Node, tuple[float, float]] = {}  # microseconds, and when they were reported
-        self.receives_until_s = self.computes_until_s = 0.0
+        self.receives_until_s = self.computes_until_s = self.warms_until_s = 0.0
 
 
 class _Request:
@@ -255,6 +255,8 @@ class Fleet:
             chosen = waits.choose(one or Choice(first.name), two, round(size))
             if chosen == first.name and not one:
                 chosen = cast(_Node, second).name
+            if second and chosen == first.name and other == "bucket":
+                self._warm(engine, first, second, segment, size)
             self._begin(request, self.nodes[chosen], segment, size)
         request.missing += sum(each.chunks for each in prompt.new)
         self._count("miss", sum(each.chunks for each in prompt.new) * self.chunk)
@@ -291,17 +293,33 @@ class Fleet:
     def _ask_loads(
         self, engine: _Engine, pairs: Sequence[tuple[_Node, _Node | None]], sizes: Sequence[float]
     ) -> set[_Node]:
-        """Ask the first choices, and those second ones that may be read from by the loads that are known already."""
-        waits = self._waits(engine, 0.0)
+        """Ask the first choices; then those second ones that may be read from by the loads that these have reported."""
         asked = {first for first, _ in pairs}
-        for (first, second), size in zip(pairs, sizes, strict=True):
-            if second and waits.choose(Choice(first.name), Choice(second.name), round(size)) == second.name:
-                asked.add(second)
-        for node in asked:
+        self._learn_loads(engine, asked)
+        waits = self._waits(engine, 0.0)
+        seconds = {
+            second
+            for (first, second), size in zip(pairs, sizes, strict=True)
+            if second and waits.choose(Choice(first.name), Choice(second.name), round(size)) == second.name
+        }
+        self._learn_loads(engine, seconds)
+        return asked | seconds
+
+    def _learn_loads(self, engine: _Engine, nodes: Iterable[_Node]) -> None:
+        for node in nodes:
             if node.up:
                 node.pass_time(self.now_s)
                 engine.loads[node] = 1e6 * node.queued / node.rate, self.now_s
-        return asked
+
+    def _warm(self, engine: _Engine, busy: _Node, other: _Node, segment: Segment, size: float) -> None:
+        """Let a node read a segment from the bucket, so that it can relieve a busy one; one segment at a time."""
+        if self.now_s < engine.warms_until_s or not other.up or segment.ident in other.filling:
+            return
+        if self._waits(engine).prefers(Choice(other.name), Choice(busy.name)):
+            engine.warms_until_s = self.now_s + self._cold_s("bucket", other)
+            other.met.add(segment.ident)
+            other.filling[segment.ident] = []
+            self._read_bucket(other, segment.ident, size)
 
     def _choice(self, partition: int) -> tuple[_Node, _Node | None]:
         found = self._choices.get(partition)

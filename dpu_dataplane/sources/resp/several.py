@@ -83,6 +83,7 @@ class SeveralServers(RespSource):
         self._known_choices: dict[int, tuple[str, str | None]] = {}  # by partition, while the usable servers are these
         self._returned: dict[str, float] = {}  # servers that were away, with the end of the time in which that matters
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
+        self._warming: asyncio.Future[Any] | None = None  # the request that warms a second choice
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
         self._record_bytes = 0.0  # mean of the last lookup
@@ -290,10 +291,11 @@ class SeveralServers(RespSource):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         segments = self._segments(keys)
+        firsts = await self._ask(keys, _find, by_server=_by_first(segments))
+        # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
         also = self._also(segments).items()  # one task for each: a slow one must not delay the others' answers
         asking = [asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)) for address, some in also]
         try:
-            firsts = await self._ask(keys, _find, by_server=_by_first(segments))
             if asking:
                 await asyncio.wait(asking, timeout=_SECOND_S)
         finally:
@@ -374,15 +376,25 @@ class SeveralServers(RespSource):
             self._read_from(keys[index], address, chosen)
             if lacking is not None and answers[lacking] is None:
                 self._copy(keys[index], found[index], address, lacking)
+        if second is not None and chosen == first and any(isinstance(each, Cold) for each in there):
+            self._warm(keys, indexes, first, second)
 
     def _copy(self, key: bytes, found: Found, address: str, lacking: str) -> None:
         """Copy a record to a server that lacks it, if the one that has it is busy by comparison."""
-        source, target = self._servers.get(address), self._servers.get(lacking)
-        if source is None or target is None or not isinstance(found, Stored):
-            return
-        loads = {server.name: load_us for server in (source, target) if (load_us := server.load_us) is not None}
-        if Waits(loads).prefers(Choice(lacking), Choice(address)):
-            self._copies.add(key, found.length, source, target)
+        if isinstance(found, Stored) and self._is_relief(lacking, address):
+            self._copies.add(key, found.length, self._servers[address], self._servers[lacking])
+
+    def _warm(self, keys: Sequence[bytes], indexes: Sequence[int], busy: str, other: str) -> None:
+        """Let a server read cold records from the bucket, so that it can relieve a busy one; one segment at a time."""
+        if self._is_relief(other, busy) and (self._warming is None or self._warming.done()):
+            asking = self._ask_servers(keys, {other: indexes}, lambda server, mine: server.prefetch(mine))
+            self._warming = asyncio.ensure_future(asking)
+
+    def _is_relief(self, address: str, busy: str) -> bool:
+        """Return True if a server's wait is clearly shorter than that of a busy one, by their loads."""
+        servers = [self._servers.get(each) for each in (address, busy)]
+        loads = {each.name: each.load_us for each in servers if each is not None and each.load_us is not None}
+        return None not in servers and Waits(loads).prefers(Choice(address), Choice(busy))
 
     async def find_stored(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask the first choices: they are to have new records."""
