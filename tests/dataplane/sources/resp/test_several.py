@@ -610,7 +610,6 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         assert nodes[0].asked == asked
 
 
-@pytest.mark.usefixtures("slow_machine")
 async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(tmp_path: Path) -> None:
     folders = [tmp_path / "0", tmp_path / "1"]
     for folder in folders:
@@ -650,7 +649,6 @@ async def test_a_node_that_is_being_removed_is_closed_with_the_data_plane() -> N
         await until(lambda: not nodes[0].connections)
 
 
-@pytest.mark.usefixtures("slow_machine")
 async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_not_find() -> None:
     chunks = 16
     async with (
