@@ -38,7 +38,7 @@ from storage_kv.access.audit import AuditLog
 from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.io_threads import IoThread, threads_for
-from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransport, Transport
+from storage_kv.clients.transport import Certificates, PlainTransport, TlsTransport, Transport, limit_unsent
 from storage_kv.clients.workers import Workers
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
@@ -65,9 +65,6 @@ _LOOPBACK_SEND_BYTES: Final = 512 << 10
 """Kernel send buffer for clients of the same machine. By default it grows to 4 MiB and leaves the CPU's caches between
 the two copies: GET of 32 MiB then has half the speed and takes a third more CPU time. For other machines the kernel
 chooses, because the buffer must cover the round trip."""
-_UNSENT_BYTES: Final = 1 << 20
-"""Bytes of one client's replies that the kernel takes before it can send them. Others count in the node's load. A node
-that reports no load leaves it to the kernel."""
 
 _DENIED: Final = (
     "DENIED this server is in protected mode: it has no password and accepts only clients of its own machine. To use "
@@ -244,8 +241,9 @@ class StorageServer:
             self._refuse(sock, "ERR max number of clients reached")
             return
         try:
-            reports_load = node.config.fleet is not None or node.load.is_asked
-            _tune(sock, loopback=is_loopback(address[0]), reports_load=reports_load)
+            _tune(sock, loopback=is_loopback(address[0]))
+            if node.load.is_asked:
+                limit_unsent(sock)
             local = sock.getsockname()
             transport = self._transport(sock)
         except OSError:  # the client has disconnected
@@ -328,8 +326,13 @@ class StorageServer:
     # ---- Time
 
     async def _watch(self) -> None:
+        was_asked = False
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
+            if self.node.load.is_asked and not was_asked:  # for the first time
+                was_asked = True
+                for thread in self._io_threads:
+                    thread.each(Connection.limit_unsent)
             while self._sweep() == ENTRIES_PER_HOLD:
                 await asyncio.sleep(_BREATH_S)
             for thread in self._io_threads:
@@ -417,11 +420,9 @@ class StorageServer:
         self._listeners = []
 
 
-def _tune(sock: socket.socket, *, loopback: bool, reports_load: bool) -> None:
+def _tune(sock: socket.socket, *, loopback: bool) -> None:
     if loopback:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOOPBACK_SEND_BYTES)
-    elif reports_load:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

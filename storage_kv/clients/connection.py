@@ -13,6 +13,7 @@ The call stack is in executor.py, TLS in secure_connection.py. The phases, from 
     HANDSHAKE --TLS handshake done--> OPEN --replies sent, closing--> LINGERING --client closes, timeout--> CLOSED
 """
 
+import contextlib
 import enum
 import logging
 import time
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Final
 
 from storage_kv.clients.event_loop import READ, WRITE, EventLoop, Signal
 from storage_kv.clients.executor import CommandExecutor
-from storage_kv.clients.transport import Transport, window_limited_s
+from storage_kv.clients.transport import Transport, limit_unsent, window_limited_s
 from storage_kv.clients.workers import Workers
 from storage_kv.node import Node
 from storage_kv.reply import Continuation, ValueSlice
@@ -322,6 +323,11 @@ class Connection:
             if executor.accounts.counted:
                 executor.moved_bytes += sent_bytes
                 executor.update_accounts()
+
+    def limit_unsent(self) -> None:
+        """Let bytes that cannot be sent yet wait here, where the node's load counts them."""
+        with contextlib.suppress(OSError):  # it has just ended
+            limit_unsent(self._transport.socket)
 
     def _on_writable(self) -> None:
         self._send()

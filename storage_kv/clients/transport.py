@@ -30,9 +30,15 @@ _CIPHERS: Final = "ECDHE+AESGCM:ECDHE+CHACHA20"
 """For TLS 1.2: forward secret and authenticated. TLS 1.3 has no others."""
 
 
+_UNSENT_BYTES: Final = 1 << 20
 _INFO_BYTES: Final = 184
 _WINDOW_LIMITED: Final = 176
 """Of Linux's struct tcp_info: time in which bytes to send waited for the peer's window, in microseconds."""
+
+
+def limit_unsent(sock: socket.socket) -> None:
+    """Let the kernel take only few bytes before it can send them: the others count in the node's load."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
 
 
 def window_limited_s(sock: socket.socket) -> float:
