@@ -268,7 +268,7 @@ async def test_other_engines_have_their_turn_while_the_bucket_stalls(nodes: list
     records = nodes[0].fill(large, chain)
     nodes[1].put(other, make_record(large, other, 2))
     await until(lambda: known(nodes[1]) >= 2)
-    begins = {(name, data.find(record)) for name, data in bucket.objects.items() for record in records}
+    begins = {(name, data.find(record)) for name, data in list(bucket.objects.items()) for record in records}
     gate = threading.Event()
 
     def stall(asked: Asked) -> Answer | None:
