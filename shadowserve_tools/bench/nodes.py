@@ -325,7 +325,7 @@ def _add_lookups(report: Report, fleets: dict[int, _Fleet], long: Workload) -> N
     one, four = repeat(_LOOKUPS, *runs, description="looking up")
     for count, own in ((1, one), (4, four)):
         report.row(what=f"lookup of {len(long.keys)} chunks, {_nodes(count)}", ms=statistics.median(own))
-    report.ratio("lookup_over_round_trip", over(four, one), "at most 1.2; of a lookup of the same chunks in one node")
+    report.ratio("lookup_over_round_trip", over(four, one), "at most 1.2; over one node")
     report.ratio("lookup_ms", four, "at most 20")
 
 
