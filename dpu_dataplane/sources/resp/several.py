@@ -2,9 +2,9 @@
 
 :mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
 weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
-the same time. It also asks the second choice of a segment if the first one has a long queue or was away, or if the map
-has changed. Then it decides by their answers and loads which one the fetch reads from, and returns that one's answer.
-If only the busy one has a record, it is copied to the other one (copies.py).
+the same time. Then it asks the second choice of a segment if the first one has a long queue, or lacks records after it
+was away or after a change of the map. It decides by the answers and loads which one the fetch reads from, and returns
+that one's answer. If only the busy one has a record, it is copied to the other one (copies.py).
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -86,7 +86,6 @@ class SeveralServers(RespSource):
         self._warming: asyncio.Future[Any] | None = None  # the request that warms a second choice
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
-        self._record_bytes = 0.0  # mean of the last lookup
         self._started = False
         self._copies: HotCopies
         metrics.gauges["storage_nodes_away"] = (
@@ -291,9 +290,9 @@ class SeveralServers(RespSource):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         segments = self._segments(keys)
-        firsts = await self._ask(keys, _find, by_server=_by_first(segments))
+        found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
         # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
-        also = self._also(segments).items()  # one task for each: a slow one must not delay the others' answers
+        also = self._also(segments, found).items()  # one task for each: a slow one must not delay the others' answers
         asking = [asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)) for address, some in also]
         try:
             if asking:
@@ -302,10 +301,7 @@ class SeveralServers(RespSource):
             for task in asking:
                 task.cancel()
         seconds = [each for task in asking if task.done() and not task.cancelled() for each in task.result()]
-        found, first_of = _by_key(keys, firsts)
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
-        lengths = [each.length for each in found if isinstance(each, Stored | Cold)]
-        self._record_bytes = sum(lengths) / len(lengths) if lengths else self._record_bytes
         if not other_of and not self._chosen:
             return found
         waits = self._waits({address: server.load_us for address, server in self._servers.items()})
@@ -328,22 +324,24 @@ class SeveralServers(RespSource):
         known = {address: load_us for address, load_us in loads_us.items() if load_us is not None}
         return Waits(known, 1 / rate if rate else 0.0)
 
-    def _also(self, segments: Sequence[_Segment]) -> dict[str, list[int]]:
-        """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from."""
+    def _also(self, segments: Sequence[_Segment], found: Sequence[Found]) -> dict[str, list[int]]:
+        """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
+
+        ``found`` has the answers of the first choices.
+        """
         loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
         waits = self._waits(loads)
-        size_max = self._record_bytes * sum(len(each.indexes) for each in segments)
-        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(size_max)
+        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(_bytes_of(found))
         if self._before is self._placement and not self._returned and longest_us <= WAIT_MARGIN_US:
             return {}
         also: dict[str, list[int]] = {}
         for each in segments:
             if each.second is None:
                 continue
-            size = int(self._record_bytes * len(each.indexes))
-            is_busy = waits.choose(Choice(each.first), Choice(each.second), size) == each.second
+            own = [found[index] for index in each.indexes]
+            is_busy = waits.choose(Choice(each.first), Choice(each.second), _bytes_of(own)) == each.second
             has_moved = each.second == self._before.ranking(partition_of(each.name))[0] or each.first in self._returned
-            if is_busy or has_moved:
+            if is_busy or (has_moved and not all(map(_is_there, own))):
                 also.setdefault(each.second, []).extend(each.indexes)
         return also
 
@@ -353,7 +351,7 @@ class SeveralServers(RespSource):
         """Decide which server a segment is read from; ``found`` has the first choice's answers, and receives its."""
         name, indexes, first, second = segment
         here, there = [found[index] for index in indexes], [others[index] for index in indexes]
-        size = sum(each.length for each in map(_better, here, there) if isinstance(each, Stored | Cold))
+        size = _bytes_of(map(_better, here, there))
         own = Choice(first, _cold_us(here))
         other = None if second is None else Choice(second, _cold_us(there))
         chosen = waits.choose(own, other if any(map(_is_there, there)) else None, size)
@@ -528,6 +526,10 @@ def _by_key(keys: Sequence[bytes], answers: Sequence[_Answered[Sequence[Found]]]
 
 def _is_there(found: Found) -> bool:
     return isinstance(found, Stored | Cold)
+
+
+def _bytes_of(found: Iterable[Found]) -> int:
+    return sum(each.length for each in found if isinstance(each, Stored | Cold))
 
 
 def _better(found: Found, other: Found) -> Found:
