@@ -115,8 +115,7 @@ class HotCopies:
             async with turn(Mover.COPY, len(part), job):
                 if await self._receive(job, copy.source, copy.key, first, part) is not Result.OK:
                     return "failed"
-        await asyncio.to_thread(verify, data, copy.key)
-        command = encode_command(b"SET", storage_key(copy.key), data)
+        command = await asyncio.to_thread(_verified_command, copy.key, data)
         link = await job.within(copy.target.dialer.open(copy.target.node), "connecting to storage")
         try:
             for first, part in _parts(command):
@@ -129,6 +128,12 @@ class HotCopies:
         finally:
             link.close()
         return "copied" if answer == b"OK" else "failed"
+
+
+def _verified_command(key: bytes, data: bytearray) -> bytes:
+    """Return the command that stores a record; RecordError if it is unsound. It takes milliseconds."""
+    verify(data, key)
+    return encode_command(b"SET", storage_key(key), data)
 
 
 def _parts(data: bytes | bytearray) -> Iterator[tuple[int, memoryview]]:
