@@ -64,7 +64,7 @@ class FleetView:
         if weights == self._placement.weights:
             return
         self._placement = Placement(weights)
-        firsts = [self._placement.ranking(each)[0] for each in range(PARTITIONS)]
+        firsts = self._placement.firsts()
         self._shares = {address: firsts.count(address) / PARTITIONS for address in weights}
         for address in self._nodes.keys() - weights.keys():
             self._nodes.pop(address).close()

@@ -61,8 +61,7 @@ class Fleet:
             weights = {**weights, self._address: 1.0}
         if weights == self._known:
             return
-        self._known, placement = dict(weights), Placement(weights)
-        firsts = (placement.ranking(each)[0] for each in range(PARTITIONS))
+        self._known, firsts = dict(weights), Placement(weights).firsts()
         self._own = frozenset(each for each, first in enumerate(firsts) if first == self._address)
         self.nodes = len(weights) if self._address in weights else 0
         if self.nodes:
