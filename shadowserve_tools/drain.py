@@ -26,7 +26,7 @@ from shadowserve_tools.storage_client import Login, StorageClient
 EXIT_CODES = """
 \b
 Exit codes:
-  0  every record is on another node, or in the bucket
+  0  every record of the user's tenant is on another node, or in the bucket
   1  some are not: run it again; it goes on where it ended
   2  the command line is invalid
 """

@@ -217,7 +217,7 @@ def test_the_node_of_a_partition_learns_what_another_wrote(bucket: FaultyS3, ope
     owner.await_known(2)
     assert owner.read_chain(chain) == chain.values
     wait_for(lambda: [name.split("/")[1] for name in index_objects(bucket)] == ["007"])  # no news left
-    assert not any(asked.range is not None and asked.range[0] for asked in bucket.asked), "nobody needs its end"
+    assert not any(asked.range is not None and asked.range[0] for asked in bucket.asked), "its end is not read"
 
 
 def test_an_object_that_was_deleted_does_not_come_back_with_news(bucket: FaultyS3, open_node: Opens) -> None:

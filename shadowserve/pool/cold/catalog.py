@@ -22,8 +22,6 @@ _SKIPPED_MAX = 1024
 """Most lists that skip an unsound object; the number doubles each time that it is still unsound."""
 _OLDEST_SHARE: Final = 64
 """Part of a tenant's objects that are chosen at once as its oldest ones: choosing takes milliseconds per million."""
-
-
 SWEPT_SHARE: Final = 0.95
 """Share of bytes_max that a sweep leaves, so that not every write is followed by a deletion."""
 

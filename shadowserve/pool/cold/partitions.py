@@ -12,7 +12,6 @@ _OWN_TIMES: Final = 60
 """Intervals between two lists of a partition that the node serves: it learns of others' objects by their news."""
 _FORGOTTEN_TIMES: Final = 10
 """Intervals after which a partition of another node is forgotten if no client has asked for its records."""
-
 _ASKED_MAX: Final = 512
 """Partitions of other nodes that are listed in each interval; of more, each is listed more rarely after its first list.
 Random keys would cost a list of each partition."""
