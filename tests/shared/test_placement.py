@@ -7,20 +7,15 @@ from shadowserve.placement import PARTITIONS, Choice, Placement, Waits
 NAMES = [f"10.0.0.{number}:6380" for number in range(5)]
 
 
-def firsts(weights: dict[str, float]) -> list[str]:
-    placement = Placement(weights)
-    return [placement.ranking(partition)[0] for partition in range(PARTITIONS)]
-
-
 def test_nodes_have_partitions_by_weight_and_a_change_moves_only_those_of_the_changed_node() -> None:
     weights = {name: 1.0 + (name == NAMES[0]) for name in NAMES}
-    before = firsts(weights)
+    before = Placement(weights).firsts()
     shares = Counter(before)
     assert abs(shares[NAMES[0]] / PARTITIONS - 2 / 6) < 0.03
     assert all(abs(shares[name] / PARTITIONS - 1 / 6) < 0.03 for name in NAMES[1:])
-    assert firsts(dict(reversed(weights.items()))) == before, "the order of the nodes must not matter"
+    assert Placement(dict(reversed(weights.items()))).firsts() == before, "the order of the nodes must not matter"
     for changed in (weights | {NAMES[1]: 2.0}, {name: weights[name] for name in NAMES if name != NAMES[1]}):
-        after = firsts(changed)
+        after = Placement(changed).firsts()
         moved = [pair for pair in zip(before, after, strict=True) if len(set(pair)) == 2]
         assert moved and all(NAMES[1] in pair for pair in moved)
     full, fewer = Placement(weights), Placement({name: weights[name] for name in NAMES[1:]})
