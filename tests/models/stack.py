@@ -112,6 +112,8 @@ class Server:
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
+            # By default vLLM kills a worker that has not ended after some seconds, as on a busy machine.
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(int(WAIT_MAX_S)),
         }
         arguments = [
             *("--served-model-name", "small", "--host", "127.0.0.1", "--port", str(port)),
