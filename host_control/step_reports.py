@@ -85,6 +85,12 @@ class StepReports:
         """Report that no decode step is running."""
         self._until_s = min(self._until_s, self._clock() + self._linger_s)
 
+    def ends(self) -> None:
+        """Report at once that no decode step runs or follows: a load that begins now slows nothing down."""
+        if self._until_s != -math.inf:
+            self._until_s = -math.inf
+            self._changed.set()
+
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
         return [self._samples.popleft() for _ in range(len(self._samples))]

@@ -125,9 +125,13 @@ class Timing:
         """
         scheduled = output.num_scheduled_tokens
         requests, tokens = len(scheduled), output.total_num_scheduled_tokens
-        self._decodes = requests > 0 and not waits and min(scheduled.values()) <= _DECODED_TOKENS_MAX
-        if self._decodes and self.reports is not None and self.interference is not None:
-            self.reports.decodes(self.interference.rate, paused=self._paused_since_s is not None)
+        with_decodes = requests > 0 and min(scheduled.values()) <= _DECODED_TOKENS_MAX
+        self._decodes = with_decodes and not waits
+        if self.reports is not None and self.interference is not None:
+            if self._decodes:
+                self.reports.decodes(self.interference.rate, paused=self._paused_since_s is not None)
+            elif not with_decodes and not any(each.decodes for each in self._steps):
+                self.reports.ends()
         quiet = not (loads or self._moving)
         # Fast path: of quiet decode steps, most are not measured. Nothing about them needs to be computed.
         if quiet and tokens == requests > 0 and not (waits or output.scheduled_new_reqs) and self._skips_next():

@@ -6,7 +6,9 @@ Systems: no cache; ShadowServe with defaults (``layer_order: auto``, with learnt
 a memory tier of the engine's host; LMCache's multiprocess server with its CPU tier or
 with Redis (its memory emptied before each question), with the flags that a host without a GPU needs, and in its
 strongest mode (shared memory, one more worker, tuned Redis). Stores are on loopback, and behind links of 1 and 4
-Gbit/s. Systems take turns document by document, in both orders. All answers must be equal, one question at a time;
+Gbit/s. A few engines run at a time, since all of them need too much memory: those of ShadowServe with plain vLLM, then
+each mode of LMCache beside ShadowServe's. These systems take turns document by document, in both orders; a ratio
+compares only requests of such turns. All answers must be equal, one question at a time;
 where conversations arrive at a rate, the numbers of computed tokens are compared instead. ``fill_over_off`` compares
 storing with not storing within one engine; two processes of plain vLLM differ by more than that
 (``fill_over_plain_idle``). The limit of a ratio is the link, or writing the KV to memory once, and computing the last
@@ -105,6 +107,12 @@ RATIOS: Final = (
 """Name, what was measured, the link's rate, two systems and the goal."""
 _FETCHES_MAX: Final = 1000
 """Most fetches of a recording, which ends by time."""
+FILLING_TOGETHER: Final = ((OFF, OURS), (OFF, LOCAL, REDIS), (OFF, LOCAL_SHM, REDIS_SHM))
+NEAR_TOGETHER: Final = (
+    (OFF, OURS, OURS_WHOLE, OURS_TIER), (OURS, LOCAL, REDIS), (OURS, OURS_TIER, LOCAL_SHM, REDIS_SHM),
+)  # fmt: skip
+FAR_TOGETHER: Final = ((OURS, OURS_WHOLE), (OURS, REDIS), (OURS, REDIS_SHM))
+"""Systems whose engines run at the same time."""
 WRITES: Final = 15
 """Number of writes; their median counts."""
 AWAKENING_TOKENS: Final = 8
@@ -124,7 +132,7 @@ class _Results:
 
     Attributes:
         requests: Results by what was measured, the link's rate (0: loopback) and the system, in the same order for
-            each. Requests that arrive at a rate have ``cpu_s`` and ``tokens_per_s`` of their run.
+            each system of a ``group``. Requests that arrive at a rate have ``cpu_s`` and ``tokens_per_s`` of their run.
         fetching: Part of the retrieval in which ShadowServe's data plane fetched, by the link's rate.
         link_s: Time of the link alone for a document's bytes.
         over_link: Duration of the data plane's fetch over that.
@@ -137,14 +145,24 @@ class _Results:
     over_link: dict[float, float] = field(default_factory=dict)
     writing_s: float = 0.0
 
+    def add(self, what: str, rate: float, system: str, group: int, result: dict[str, Any]) -> None:
+        self.requests[what, rate, system].append(result | {"group": group})
+
+    def pairs(self, what: str, rate: float, *systems: str) -> list[tuple[dict[str, Any], ...]]:
+        """Return the results of requests about the same question in the same turn, one of each system."""
+        found = [self.requests.get((what, rate, system), []) for system in systems]
+        groups = sorted({result["group"] for result in found[0]})
+        each = ([[result for result in results if result["group"] == group] for results in found] for group in groups)
+        return [pair for one in each for pair in zip(*one, strict=False)]
+
     def limits(self, rate: float, others: str) -> list[float]:
         """Return the limit of a first token's ratio: only the unavoidable parts take time.
 
         These are the link, or writing the document's KV to memory, whichever takes longer, and then the last tokens.
         """
-        own, theirs = (self.requests.get((ALONE, rate, system), []) for system in (OURS_WHOLE, others))
+        last_s = statistics.median(result["last_s"] for result in self.requests[ALONE, rate, OURS_WHOLE])
         moved = max(self.link_s.get(rate, 0.0), self.writing_s)
-        return [(moved + mine["last_s"]) / its["ttft_s"] for mine, its in zip(own, theirs, strict=False)]
+        return [(moved + last_s) / result["ttft_s"] for result in self.requests.get((ALONE, rate, others), [])]
 
 
 @benchmark(*COLUMNS, bars=["ttft_ms"])
@@ -214,7 +232,7 @@ class _Bench:
         size = self._load.documents * self._host.document_bytes
         more, absent = peers(self._host, peers_python, size)
         self._systems = [*ours(self._host), *more]
-        self._progress("starting engines")
+        self._progress("starting the engine without a cache")
         self._plain = self._engine(self._host.stack, System(), "plain")
         self._ask(self._plain, _WARM_UP, 0)
         check_depends(*(self._ask(self._plain, document, 0)["answer"] for document in (0, _WARM_UP)))
@@ -254,48 +272,44 @@ class _Bench:
         self._answers.check(system.name, document, question, result, cached)
         return result
 
-    def _documents(self, system: System) -> range:
-        """Return the documents of a system's requests: the first half if it is measured briefly."""
-        return range((self._load.documents + 1) // 2 if system.brief else self._load.documents)
-
     def fill(self, fills: int) -> None:
         """Compute and keep every document with every system, in turns."""
         near = [system for system in self._systems if system.fills and not system.linked]
-        with ExitStack() as stack:
-            engines = [(System(often=True), self._plain)]
-            for index, system in enumerate(near):
-                self._progress("starting engines")
-                engines.append((system, self._engine(stack, system, f"filling-{index}")))
-                if system.name == OURS:  # two processes differ by more than storing costs
-                    engines.append((replace(system, name=IDLE), engines[-1][1]))
-            for system, engine in engines:
-                self._ask(engine, _WARM_UP + 1, 0)
-                system.stored(engine, self._load.chunks)
-            for document in range(fills):
-                self._progress("filling")
-                for system, engine in engines if document % 2 else reversed(engines):
-                    # More documents for a ratio of one per cent.
-                    if document in (range(fills) if system.often else self._documents(system)):
+        for number, systems in _running(FILLING_TOGETHER, [System(), *near]):
+            with ExitStack() as stack:
+                engines = self._started(stack, systems, f"filling-{number}")
+                # Two processes differ by more than storing costs.
+                engines += [(replace(system, name=IDLE), engine) for system, engine in engines if system.name == OURS]
+                for system, engine in engines:
+                    self._ask(engine, _WARM_UP + 1, 0)
+                    system.stored(engine, self._load.chunks)
+                # More documents for a ratio of one per cent.
+                often = any(system.name == OURS for system in systems)
+                for document in range(fills if often else self._load.documents):
+                    self._progress("filling")
+                    for system, engine in engines if document % 2 else reversed(engines):
                         result = self._measured(system, engine, document, 0, 0, (document + 2) * self._load.chunks)
-                        self._results.requests[FILLING, 0.0, system.name].append(result)
+                        self._results.add(FILLING, 0.0, system.name, number, result)
 
     def measure(self, links: Sequence[float]) -> None:
-        """Restart the engines and ask about the documents again: next to the stores, then over links.
+        """Restart the engines and ask about the documents again: next to the stores, then over links."""
+        for far, rates, together in ((False, (0.0,), NEAR_TOGETHER), (True, links, FAR_TOGETHER)):
+            there = [*([] if far else [System()]), *(system for system in self._systems if system.linked == far)]
+            for number, systems in _running(together, there if rates else []):
+                with ExitStack() as stack:
+                    turns = self._started(stack, systems, f"measured-{number}")
+                    for system, engine in turns:  # open connections, and touch memory for the first time
+                        system.forget()
+                        self._ask(engine, 0, 0)
+                    for rate in rates:
+                        self._at(rate, number, turns)
 
-        Engines of one end run at a time, because all of them need too much memory.
-        """
-        for far, rates in ((False, (0.0,)), (True, links)):
-            systems = [system for system in self._systems if system.linked == far]
-            with ExitStack() as stack:
-                turns = [] if far else [(System(), self._plain)]
-                for index, system in enumerate(systems):
-                    self._progress("starting engines")
-                    turns.append((system, self._engine(stack, system, f"measured-{index}")))
-                for system, engine in turns:  # open connections, and touch memory for the first time
-                    system.forget()
-                    self._ask(engine, 0, 0)
-                for rate in rates if systems else ():
-                    self._at(rate, turns)
+    def _started(self, stack: ExitStack, systems: Sequence[System], name: str) -> list[tuple[System, Engine]]:
+        self._progress("starting engines")
+        return [
+            (system, self._engine(stack, system, f"{name}-{index}") if system.transfer else self._plain)
+            for index, system in enumerate(systems)
+        ]
 
     def _teach(self, system: System, engine: Engine) -> None:
         """Let an engine measure how long computing takes, and loads of this rate."""
@@ -308,7 +322,7 @@ class _Bench:
             self._ask(engine, number % self._load.documents, 0)
         engine.call("reading", only=False)
 
-    def _at(self, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
+    def _at(self, rate: float, group: int, turns: Sequence[tuple[System, Engine]]) -> None:
         if rate:
             assert isinstance(self._host.network, Link)
             self._host.network.limit(rate)
@@ -317,28 +331,24 @@ class _Bench:
                 self._teach(system, engine)
         for number in range(self._repeats):
             self._progress(f"asking over {rate:g} Gbit/s" if rate else "asking")
-            there = [each for each in turns if number == 0 or not each[0].brief]
             for document in range(self._load.documents):
-                for system, engine in there if (document + number) % 2 else reversed(there):
-                    if document in self._documents(system):
-                        self._alone(rate, system, engine, document, 1 + number)
-        self._progress("recording")
-        self._record(rate, turns)
+                for system, engine in turns if (document + number) % 2 else reversed(turns):
+                    system.forget()
+                    result = self._measured(system, engine, document, 1 + number, self._cached(system))
+                    self._results.add(ALONE, rate, system.name, group, result)
+        for system, engine in turns:
+            if system.name == OURS_WHOLE:
+                self._progress("recording")
+                self._record(rate, system, engine)
         for number in range(0 if rate else self._rounds):
-            there = [each for each in turns if not each[0].brief]
-            for system, engine in there if number % 2 else reversed(there):
+            for system, engine in turns if number % 2 else reversed(turns):
                 self._progress(f"asking at {self._load.rate:g}/s")
-                self._arriving(system, engine, number)
+                self._arriving(group, system, engine, number)
 
     def _cached(self, system: System) -> int:
         return self._load.chunks * DEFAULT_CHUNK_TOKENS if system.transfer else 0
 
-    def _alone(self, rate: float, system: System, engine: Engine, document: int, question: int) -> None:
-        system.forget()
-        result = self._measured(system, engine, document, question, self._cached(system))
-        self._results.requests[ALONE, rate, system.name].append(result)
-
-    def _arriving(self, system: System, engine: Engine, number: int) -> None:
+    def _arriving(self, group: int, system: System, engine: Engine, number: int) -> None:
         load, question = self._load, 1 + self._repeats + number
         times = arrivals(load.requests, load.rate, number)
         orders = [self._order(document, question, at) for document, at in enumerate(times)]
@@ -352,11 +362,10 @@ class _Bench:
             # tokens may differ from run to run, in the same system.
             check_cached(result, self._cached(system), f"{system.name}, a question about document {document}")
             more = {"cpu_s": cost, "tokens_per_s": load.output * len(served) / seconds}
-            self._results.requests[ARRIVING, 0.0, system.name].append(result | more)
+            self._results.add(ARRIVING, 0.0, system.name, group, result | more)
 
-    def _record(self, rate: float, turns: Sequence[tuple[System, Engine]]) -> None:
+    def _record(self, rate: float, system: System, engine: Engine) -> None:
         """Ask about each document once more, and record how long the data plane fetches."""
-        ((system, engine),) = [each for each in turns if each[0].name == OURS_WHOLE]
         results, found = self._results, list[dict[str, Any]]()
 
         def ask() -> None:
@@ -370,6 +379,16 @@ class _Bench:
             received = sum(span.output_bytes for span in spans if span.step == "net")
             results.link_s[rate] = received * 8 / (TCP_SHARE * rate * 1e9) / len(found)
             results.over_link[rate] = fetching / len(found) / results.link_s[rate]
+
+
+def _running(together: Sequence[Sequence[str]], there: Sequence[System]) -> Iterator[tuple[int, list[System]]]:
+    """Yield the groups of systems that run at the same time, with their numbers, if one of them was in none before."""
+    named, before = {system.name: system for system in there}, set[str]()
+    for number, names in enumerate(together):
+        group = [named[name] for name in names if name in named]
+        if not before.issuperset(system.name for system in group):
+            before |= {system.name for system in group}
+            yield number, group
 
 
 @contextmanager
@@ -401,11 +420,10 @@ def _report(report: Report, results: _Results, absent: dict[str, str], slowest: 
     for name, what, rate, own, other, goal in RATIOS:
         rate = slowest if rate == SLOWEST else rate
         figure = "request_s" if what == FILLING else "ttft_s"
-        both = [results.requests.get((what, rate, system), []) for system in (own, other)]
-        pairs = list(zip(*([result[figure] for result in found] for found in both), strict=False))
-        if pairs:
+        if pairs := results.pairs(what, rate, own, other):
             limits = results.limits(rate, other) if what == ALONE and own in (OURS, OURS_TIER) else ()
-            report.ratio(name, over(*zip(*pairs, strict=True)), goal.format(slowest), limits)
+            both = zip(*([result[figure] for result in pair] for pair in pairs), strict=True)
+            report.ratio(name, over(*both), goal.format(slowest), limits)
     for rate, ratio in results.over_link.items():
         report.ratio(f"fetch_over_link_{rate:g}", [ratio], "none; the link alone takes 1")
 

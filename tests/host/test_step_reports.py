@@ -59,7 +59,7 @@ def test_the_end_of_decoding_is_reported_once(reports: StepReports, plane: Scrip
     assert plane.reports[count].decodes, "only one report said that it was idle"
 
 
-@pytest.mark.parametrize("how", ["its steps never end", "it closes"])
+@pytest.mark.parametrize("how", ["its steps never end", "it closes", "no decode step follows"])
 def test_an_engine_counts_as_idle_after_a_while_or_its_end(
     reports: StepReports, plane: ScriptedDataPlane, clock: Clock, how: str
 ) -> None:
@@ -67,6 +67,8 @@ def test_an_engine_counts_as_idle_after_a_while_or_its_end(
     wait_report(plane, 0)
     if how == "it closes":
         reports.close()
+    elif how == "no decode step follows":
+        reports.ends()
     else:
         clock.now += 61
     wait_for(lambda: not plane.reports[-1].decodes)

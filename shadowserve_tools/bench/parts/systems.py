@@ -51,10 +51,8 @@ class System:
     """A running cache of an engine; by default none.
 
     Attributes:
-        brief: True if one request for each of half of the documents is enough.
         fills: False if it reads what another system has stored.
         learns: True if it chooses by measured times, as an engine does that has run for a while.
-        often: True if it computes more documents than prompts are about, for a ratio of one per cent.
         processes: Processes of the system, the engine excluded.
         stored: Returns when the given number of chunks is stored.
         forget: Empties the caches between the engine and the store.
@@ -62,10 +60,8 @@ class System:
 
     name: str = OFF
     linked: bool = False
-    brief: bool = False
     fills: bool = True
     learns: bool = False
-    often: bool = False
     side: Callable[[], AbstractContextManager[None]] = nullcontext
     transfer: dict[str, Any] | None = None
     processes: Sequence[psutil.Process] = ()
@@ -104,7 +100,6 @@ def ours(host: Host) -> list[System]:
         default = System(
             name=OURS,
             linked=linked,
-            often=True,
             learns=True,
             side=side,
             transfer=host.plugin(plane, layer_order="auto"),
@@ -191,7 +186,6 @@ def _lmcache(
     return System(
         name=name,
         linked=linked,
-        brief=strongest,
         side=side,
         transfer={
             "kv_connector": "LMCacheMPConnector",

@@ -42,6 +42,9 @@ class Reports:
     def rests(self) -> None:
         self.sent.append("rests")
 
+    def ends(self) -> None:
+        self.sent.append("ends")
+
     def take(self) -> list[Sample]:
         return []
 
@@ -131,19 +134,30 @@ def test_each_kind_of_step_has_its_row(engine: Any) -> None:
 
 
 def test_only_decode_steps_are_reported(engine: Any) -> None:
+    decodes = (RATE, False)
     for output, reported, *waits in (
-        (decoding(), False, True),  # a step that waits for loads
-        (step(), False),
-        (step(new={"a": (0, 2000)}), False),
-        (step(cached={"a": (512, 512)}), False),
-        (decoding(), True),
-        (step(new={"a": (0, 2000)}, cached={"b": (500, 1)}), True),
-        (step(cached={"a": (500, 4)}), True),  # with drafts
-        (step(), False),
+        (decoding(), [], True),  # a step that waits for loads
+        (step(), ["ends"]),
+        (step(new={"a": (0, 2000)}), ["ends"]),
+        (step(cached={"a": (512, 512)}), ["ends"]),
+        (decoding(), [decodes]),
+        (step(new={"a": (0, 2000)}, cached={"b": (500, 1)}), [decodes]),
+        (step(cached={"a": (500, 4)}), [decodes]),  # with drafts
+        (step(), ["ends"]),
     ):
         engine.reports.sent.clear()
         engine.step(output, waits=bool(waits))
-        assert engine.reports.sent == ([(RATE, False)] if reported else []) + ["rests"], output
+        assert engine.reports.sent == [*reported, "rests"], output
+
+
+def test_a_load_right_after_the_last_decode_step_is_not_limited(engine: Any) -> None:
+    """Symptom: for half a second after an answer, the next request's KV arrived at the rate for decoding engines."""
+    engine.timing.step(decoding(), waits=False, loads=0, begin=0)
+    engine.timing.step(step(), waits=False, loads=1, begin=1)
+    assert engine.reports.sent == [(RATE, False)], "the decode step still runs"
+    engine.timing.stepped()
+    engine.timing.step(step(), waits=False, loads=1, begin=0)
+    assert engine.reports.sent[-1] == "ends"
 
 
 def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:
