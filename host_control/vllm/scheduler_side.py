@@ -630,7 +630,7 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """Follow the end of the oldest step in flight, whose output vLLM has taken."""
-        learnt = self._timing.stepped()
+        learnt = self._timing.stepped(idle=not self._requests)
         if self._policy_runner is not None:
             self._policy_runner.stepped(learnt=learnt)
 

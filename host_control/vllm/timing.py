@@ -178,14 +178,17 @@ class Timing:
         of_step = self.table.predict("prompts", step.tokens, step.pairs) or 0.0
         return self.table.predict("layer", step.tokens, step.pairs) or of_step / self._layers
 
-    def stepped(self) -> bool:
-        """Record that the oldest scheduled step has ended. Return True if it measured the computing time of prompts."""
+    def stepped(self, *, idle: bool = False) -> bool:
+        """Record that the oldest scheduled step has ended. Return True if it measured the computing time of prompts.
+
+        ``idle``: the engine has no more requests.
+        """
         if not self._steps:
             return False
         step, now = self._steps.popleft(), self._clock()
         begin, self._last_end_s = max(step.scheduled_s, self._last_end_s), now
         if self.reports is not None and not any(each.decodes for each in self._steps):
-            self.reports.rests()
+            self.reports.ends() if idle else self.reports.rests()
         if step.row is not None and now > begin:
             if step.row == "prompts":
                 self.table.observe(step.row, step.tokens, step.pairs, now - begin)

@@ -160,6 +160,12 @@ def test_a_load_right_after_the_last_decode_step_is_not_limited(engine: Any) -> 
     assert engine.reports.sent[-1] == "ends"
 
 
+def test_an_answer_of_the_last_request_ends_decoding_for_other_engines(engine: Any) -> None:
+    engine.timing.step(decoding(), waits=False, loads=0, begin=0)
+    engine.timing.stepped(idle=True)
+    assert engine.reports.sent[-1] == "ends"
+
+
 def test_decoding_ends_with_the_last_decode_step(engine: Any) -> None:
     for _ in range(2):
         engine.timing.step(decoding(), waits=False, loads=0, begin=0)
