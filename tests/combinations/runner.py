@@ -197,7 +197,8 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
     model, reasons = references.model(setup.family), set[str]()
 
     def start(**host: Any) -> Engine:
-        extra = {"computing_cache": "none", **setup.host, **host}
+        # Whether a load goes layer by layer must not depend on measured times.
+        extra = {"computing_cache": "none", "layer_order": False, **setup.host, **host}
         engine = Engine(model, address, extra=extra, **setup.engine)
         if problem := engine.problem:
             engine.close()
