@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
+from dpu_dataplane.pinning import Pins
 from dpu_dataplane.publishing import Publications
 from dpu_dataplane.sources.found import (
     HEADER_CACHE_BYTES,
@@ -78,6 +79,8 @@ class Catalog:
         self._delete_corrupt = config.delete_corrupt
         self._tasks: set[asyncio.Task[None]] = set()
         self._publications = Publications(config.hosts_max)
+        self._pins = Pins(config.hosts_max)
+        self._pins_due: list[bytes] = []  # keys that were stored, and are to be pinned
 
     @property
     def quarantined(self) -> int:
@@ -178,6 +181,43 @@ class Catalog:
             await self._source.publish(keys, 0)
         except StorageError as error:
             logger.debug("withdrawing publications: %s", error)  # they expire
+
+    async def pin(self, owner: str, session: bytes, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Pin keys for a session of a host, those not stored yet once they are; 0 ms ends its pins.
+
+        Return False if storage knows no pins. StorageRefusedError beyond the host's or the tenant's share.
+        """
+        if lasts_ms:
+            changed = self._pins.pin(owner, session, keys, lasts_ms / 1000)
+        else:
+            changed = self._pins.release(owner, session, keys)
+        taken = False
+        try:
+            taken = await self._pin(changed, -(-lasts_ms // 1000))
+        finally:
+            if not taken:
+                self._pins.release(owner, session, keys)
+        return taken
+
+    async def _pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        parts = (keys[first : first + QUESTION_KEYS_MAX] for first in range(0, len(keys), QUESTION_KEYS_MAX))
+        return all([await self._source.pin(part, seconds) for part in parts])
+
+    async def _pin_stored(self) -> None:
+        """Pin keys that were stored after their pins had been asked for."""
+        await asyncio.sleep(0)
+        keys, self._pins_due = self._pins_due, []
+        by_seconds: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_seconds.setdefault(self._pins.left_s(key), []).append(key)
+        for seconds, some in by_seconds.items():
+            try:
+                if seconds:
+                    await self._pin(some, seconds)
+            except StorageError as error:
+                level = logging.DEBUG if self._metrics.totals["pins_refused"] else logging.WARNING
+                logger.log(level, "%d records were stored, and cannot be pinned: %s", len(some), error)
+                self._metrics.totals["pins_refused"] += len(some)
 
     async def published(self, chains: Sequence[Chain]) -> list[Flags] | None:
         """Return the published chunks of each chain; None if storage takes no publications.
@@ -283,6 +323,12 @@ class Catalog:
 
     def available(self, key: bytes) -> None:
         self._publications.stored(key)
+        if self._pins.left_s(key):
+            self._pins_due.append(key)
+            if len(self._pins_due) == 1:
+                task = asyncio.ensure_future(self._pin_stored())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     @property
     def storage(self) -> tuple[str, bool]:

@@ -1,7 +1,8 @@
 """One storage server: a control connection that is made again after an outage (``outage.py``).
 
 Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
-``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold; without ``KV.LOAD``, no load is known.
+``KV.PUBLISH``, nothing is published; without ``KV.PIN``, nothing is pinned; without ``KV.PREFETCH``, nothing is cold;
+without ``KV.LOAD``, no load is known.
 """
 
 import asyncio
@@ -121,6 +122,9 @@ class OneServer(RespSource):
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         return await self._send_for_keys([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
+
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        return await self._send_for_keys([b"KV.PIN", b"%d" % seconds], keys) is not None
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         left = await self._numbers(b"KV.PENDING", keys)
