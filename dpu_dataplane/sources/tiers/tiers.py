@@ -95,8 +95,8 @@ class Tiers:
         """Open the pool and recover its devices' records; ConfigurationError if a device cannot be used."""
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
-        self.pool.set_pin_shares(_PIN_SHARE, _PIN_SHARE)
         await asyncio.to_thread(self.pool.start, self.lock)
+        self.pool.set_pin_shares(_PIN_SHARE, _PIN_SHARE)
         if isinstance(pool := self.pool, DevicePool):
             movers = Mover.DEVICE_WRITE, Mover.SCRUB
             self._paces = [DevicePace(self._budget, mover, self.later, pool.wake) for mover in movers]
