@@ -83,12 +83,12 @@ async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
 
 
 async def store(
-    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
+    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, **more: Any
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
     data = b"".join(kv(shape, index) for index in indexes)
     client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
-    return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
+    return (await client.store([keys[index] for index in indexes], **more)).stored
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
