@@ -24,6 +24,8 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 _TURNS_MAX: Final = 64
 """Sessions whose next turn is expected."""
+_TURN_AHEAD_S: Final = 10.0
+"""For so long before its time a turn is sent: what is prefetched for it takes memory of requests that wait now."""
 _TURN_LATE_S: Final = 30.0
 """For so long a turn is still expected after its time."""
 _PAUSE_S: Final = 0.02
@@ -222,7 +224,7 @@ class WaitingQueue:
         while not self._closed:
             with self._lock:
                 unknown = any(entry.chains is None for entry in self._entries.values())
-                waits = bool(self._entries)
+                waits = bool(self._entries or self._turns)
             known = any(each.chains or each.call is not None for each in self._peers.values())
             self._changed.wait(_POLL_S if unknown else _CORRECTS_S if waits or known else None)
             self._changed.clear()
@@ -249,7 +251,8 @@ class WaitingQueue:
         with self._lock:
             expected = [now + self._begins.expected(index, now) for index in range(len(entries))]
             self._turns = {name: turn for name, turn in self._turns.items() if now < turn.at + _TURN_LATE_S}
-            turns = sorted(self._turns.values(), key=lambda turn: turn.at)
+            turns = [turn for turn in self._turns.values() if turn.at - now <= _TURN_AHEAD_S]
+        turns.sort(key=lambda turn: turn.at)
         waiting = [entry for _, entry in entries] + [turn.entry for turn in turns]
         expected += [turn.at for turn in turns]
         for client, state in self._peers.items():

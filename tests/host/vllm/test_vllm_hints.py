@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from machine import WAIT_MAX_S, wait_for
+from machine import wait_for
 from scheduler_support import CHUNK, Scene, keys
 from scripted import ScriptedDataPlane
 
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = list(range(3 * CHUNK + 5))
 GENERATED = list(range(CHUNK))
-HOUR_S = 3600.0
+PAUSE_S = 8.0
 
 
 def serve(scene: Scene, hints: Any = None, name: str = "r", **attributes: Any) -> list[Any]:
@@ -68,7 +68,7 @@ def test_a_ttl_limits_what_the_request_stores(scene: Scene) -> None:
 @pytest.mark.parametrize("session", ["a session", None])
 def test_the_next_turn_is_expected_until_it_comes(scene: Scene, session: str | None) -> None:
     plane = scene.plane
-    serve(scene, {"prefetch_s": HOUR_S}, session_id=session)
+    serve(scene, {"prefetch_s": PAUSE_S}, session_id=session)
 
     def arrived() -> list[tuple[int, list[bytes]]]:
         found = [arrival for message in list(plane.expected) for arrival in message.arrivals]
@@ -78,7 +78,7 @@ def test_the_next_turn_is_expected_until_it_comes(scene: Scene, session: str | N
     ((number, wanted),) = arrived()
     assert wanted == keys(0, TOKENS + GENERATED)
     begins = {n: ms for each in plane.expected for n, ms in zip(each.order, each.begins_in_ms, strict=True)}
-    assert HOUR_S - WAIT_MAX_S < begins[number] / 1000 <= HOUR_S
+    assert 0 < begins[number] / 1000 <= PAUSE_S
     serve(scene, name="another session", session_id="other")
     assert not any(number in message.gone for message in plane.expected)
     if session is not None:
