@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
@@ -80,6 +80,7 @@ class Catalog:
         self._tasks: set[asyncio.Task[None]] = set()
         self._publications = Publications(config.hosts_max)
         self._pins = Pins(config.hosts_max)
+        self._pinning = asyncio.Lock()
         self._pins_due: list[bytes] = []  # keys that were stored, and are to be pinned
 
     @property
@@ -170,7 +171,8 @@ class Catalog:
         return pb.REACH_ALL if taken else pb.REACH_NONE
 
     def forget_host(self, owner: str) -> None:
-        """Withdraw the publications of a host that has disconnected."""
+        """Withdraw the publications of a host that has disconnected. Its pins stay until they end."""
+        self._pins.expire()
         if keys := self._publications.forget(owner):
             task = asyncio.ensure_future(self._withdraw(keys))
             self._tasks.add(task)
@@ -187,17 +189,22 @@ class Catalog:
 
         Return False if storage knows no pins. StorageRefusedError beyond the host's or the tenant's share.
         """
-        if lasts_ms:
-            changed = self._pins.pin(owner, session, keys, lasts_ms / 1000)
-        else:
-            changed = self._pins.release(owner, session, keys)
-        taken = False
-        try:
-            taken = await self._pin(changed, -(-lasts_ms // 1000))
-        finally:
-            if not taken:
-                self._pins.release(owner, session, keys)
+        async with self._pinning:  # storage receives the changes of a key in the order of the table's
+            changed, undo = self._pins.pin(owner, session, keys, lasts_ms / 1000)
+            taken = False
+            try:
+                taken = all([await self._pin(some, seconds) for seconds, some in self._by_end(changed)])
+            finally:
+                if not taken:
+                    undo()
         return taken
+
+    def _by_end(self, keys: Sequence[bytes]) -> Collection[tuple[int, list[bytes]]]:
+        """Return keys by the seconds for which they are pinned."""
+        by_seconds: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_seconds.setdefault(self._pins.left_s(key), []).append(key)
+        return by_seconds.items()
 
     async def _pin(self, keys: Sequence[bytes], seconds: int) -> bool:
         parts = (keys[first : first + QUESTION_KEYS_MAX] for first in range(0, len(keys), QUESTION_KEYS_MAX))
@@ -207,10 +214,7 @@ class Catalog:
         """Pin keys that were stored after their pins had been asked for."""
         await asyncio.sleep(0)
         keys, self._pins_due = self._pins_due, []
-        by_seconds: dict[int, list[bytes]] = {}
-        for key in keys:
-            by_seconds.setdefault(self._pins.left_s(key), []).append(key)
-        for seconds, some in by_seconds.items():
+        for seconds, some in self._by_end(keys):
             try:
                 if seconds:
                     await self._pin(some, seconds)

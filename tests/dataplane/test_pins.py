@@ -86,6 +86,50 @@ async def test_a_release_keeps_what_another_session_has_pinned(server: Server) -
         assert pinned(server) == 3
 
 
+async def test_a_release_ends_no_pins_that_the_session_never_set(server: Server) -> None:
+    server.fill(SHAPE, KEYS)
+    with Redis(port=server.port) as operator:
+        operator.execute_command("KV.PIN", 60, storage_key(KEYS[0]))
+    async with running(server) as (_, client):
+        await pins(client, KEYS[1:], session=b"ours")
+        await pins(client, KEYS, 0, session=b"ours")
+        assert pinned(server) == 1
+
+
+async def test_a_pin_that_is_refused_leaves_the_earlier_one(server: Server) -> None:
+    server.fill(SHAPE, KEYS)
+    async with running(server) as (_, client):
+        await pins(client, KEYS)
+        assert (await pin(client, KEYS, 2**32 - 1)).outcome == pb.OUTCOME_STORAGE_REFUSED
+        await pins(client, KEYS, 0)
+        assert pinned(server) == 0
+
+
+async def test_when_the_longest_session_releases_the_end_of_another_one_holds(server: Server) -> None:
+    server.fill(SHAPE, KEYS)
+    async with running(server) as (_, client):
+        await pins(client, KEYS, 9 * MINUTE_MS, session=b"long")
+        await pins(client, KEYS, 1, session=b"brief")
+        await pins(client, KEYS, 0, session=b"long")
+        await until_pinned(0, server)
+
+
+async def test_what_storage_does_not_pin_is_not_pinned_in_local_tiers(redis: Server) -> None:
+    async with serving(SHAPE, CHUNKS, redis, tiers={"memory_budget_bytes": "1MiB"}) as (daemon, client):
+        client.fill(CHUNKS)
+        assert (await client.store(KEYS)).chunks == CHUNKS
+        assert not (await pin(client, KEYS)).supported
+        for seed in range(2, 40):
+            assert (await client.store(keys_of(SHAPE, CHUNKS, seed))).chunks == CHUNKS
+        assert not any(daemon._source._tiers.has(key) for key in KEYS)
+
+
+async def test_local_tiers_alone_pin_for_ten_minutes(server: Server) -> None:
+    async with serving(SHAPE, CHUNKS, server, tiers={"memory_budget_bytes": "1MiB"}, storage="") as (_, client):
+        answer = await pin(client, KEYS, 10 * MINUTE_MS + 1)
+        assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED and "600" in answer.detail
+
+
 async def test_a_refused_pin_says_why_and_a_later_store_does_not_repeat_it(server: Server) -> None:
     server.fill(SHAPE, KEYS)
     async with serving(SHAPE, CHUNKS, server) as (daemon, client):
@@ -158,9 +202,18 @@ def test_a_host_has_its_share_of_pins_and_ended_ones_do_not_count() -> None:
     now = 0.0
     table = Pins(2, clock=lambda: now)
     many = [index.to_bytes(32, "little") for index in range(PINS_MAX // 2)]
-    assert table.pin("ours", b"", many, 10.0) == many
+    assert table.pin("ours", b"", many, 10.0)[0] == many
     with pytest.raises(StorageRefusedError, match="share"):
         table.pin("ours", b"other", many[:1], 10.0)
-    assert table.pin("theirs", b"", many[:1], 5.0) == [], "another pin lasts longer"
+    assert table.pin("theirs", b"", many[:1], 5.0)[0] == [], "another pin lasts longer"
     now = 10.0
-    assert table.pin("ours", b"other", many[:1], 10.0) == many[:1]
+    assert table.pin("ours", b"other", many[:1], 10.0)[0] == many[:1]
+
+
+def test_hosts_that_come_and_go_have_no_more_pins_than_all_may_have() -> None:
+    table = Pins(2, clock=lambda: 0.0)
+    many = [index.to_bytes(32, "little") for index in range(PINS_MAX // 2)]
+    for host in ("first", "second"):
+        table.pin(host, b"", many, 10.0)
+    with pytest.raises(StorageRefusedError, match="all hosts"):
+        table.pin("third", b"", many[:1], 10.0)

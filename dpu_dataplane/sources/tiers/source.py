@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
+
+_PIN_MAX_S: Final = 600
+"""Longest pin in a pool that is alone, as on a storage node by default."""
 
 logger = logging.getLogger(__name__)
 
@@ -119,14 +123,22 @@ class TieredSource(Source):
         return None if self._below is None else await self._below.published(keys)
 
     async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
-        """Pin records in the pool, within its share of pins, and below: only the latter counts if there is a source."""
-        try:
+        """Pin records below, and then in the pool as far as its share of pins reaches; in the pool if it is alone."""
+        if self._below is None:
+            if seconds > _PIN_MAX_S:
+                raise StorageRefusedError(f"local tiers pin records for up to {_PIN_MAX_S} s, not {seconds}")
             await self._tiers.pin(keys, seconds)
-        except StorageRefusedError as error:
-            if self._below is None:
-                raise
-            logger.debug("pins: %s", error)
-        return self._below is None or await self._below.pin(keys, seconds)
+            return True
+        if not seconds:
+            await self._tiers.pin(keys, 0)
+        if not await self._below.pin(keys, seconds):
+            return False
+        if seconds:
+            try:
+                await self._tiers.pin(keys, seconds)
+            except StorageRefusedError as error:
+                logger.debug("pins: %s", error)
+        return True
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
         if self._below is not None and (absent := [key for key in keys if not self._tiers.has(key)]):
