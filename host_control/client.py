@@ -556,7 +556,7 @@ class DataPlaneClient:
             keys=keys,
             parents=parents,
             timeout_ms=_milliseconds(timeout),
-            lasts_ms=int(lasts_s * 1000),
+            lasts_ms=math.ceil(lasts_s * 1000),
             plain=plain,
             layout=layout,
             purpose=purpose,

@@ -139,8 +139,9 @@ class Preemption:
             save.chunk_keys.append(tail_key)
             for held_keys in save.held:
                 held_keys.append(tail_key)
-            tail = self._stores.tails(state, tables, names, tail_key, tokens, exact=exact, lasts_s=TAIL_LASTS_S)
-            operations += tail
+            operations += self._stores.tails(
+                state, tables, names, tail_key, tokens, exact=exact, own=True, lasts_s=TAIL_LASTS_S
+            )
         state.save = save
         return operations
 

@@ -186,6 +186,7 @@ class Stores:
                             absent_seconds=self._absent_seconds(request_id, exact=exact),
                             lasts_s=lasts_s,
                             exact=exact,
+                            own=exact,
                         )
                     )
                 index += count + 1
@@ -201,6 +202,7 @@ class Stores:
         *,
         published: bool = False,
         exact: bool = False,
+        own: bool = False,
         lasts_s: float = 0.0,
     ) -> list[StoreOperation]:
         """Return the stores of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
@@ -227,6 +229,7 @@ class Stores:
                     lasts_s=lasts_s,
                     tail_tokens=tokens,
                     exact=exact,
+                    own=own,
                 )
             )
         return stores
