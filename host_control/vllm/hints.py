@@ -94,14 +94,19 @@ def apply(
     if hints.prefetch_s is not None and not expects:
         slower.add("prefetch_unused", "a session's next turn is not prefetched: the data plane has no local tiers")
 
+    if hints.release and not hints.session:
+        slower.add("release_without_session", "a request releases no pins: it names no session, and pins have one")
+    name = hints.session or _digest(request_id)
+    pins = bool(hints.pin_s or (hints.release and hints.session))
+
     def ignored(reason: str, detail: str) -> None:
         slower.add(reason, f"KV is not pinned as a request's hint asks: {detail}")
 
     def send(records: RecordKeys) -> None:
-        for client, chains in records.items() if hints.pin_s or hints.release else ():
-            client.pin([key for _, keys in chains for key in keys], hints.pin_s, hints.session, ignored)
+        for client, chains in records.items() if pins else ():
+            client.pin([key for _, keys in chains for key in keys], hints.pin_s, name, ignored)
         if expects and waiting is not None and hints.prefetch_s is not None:
-            waiting.expect_turn(hints.session or request_id.encode(), records, hints.prefetch_s)
+            waiting.expect_turn(name, records, hints.prefetch_s)
 
-    if hints.pin_s or hints.release or expects:
+    if pins or expects:
         lookup.name_records(request_id, send, needed=not hints.release)

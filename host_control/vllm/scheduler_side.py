@@ -201,7 +201,9 @@ class SchedulerSide:
 
     def _start_lookup(self, state: RequestState) -> None:
         request, groups = state.request, self._groups
-        state.served, state.hints = True, hints_of(request, self.slower)
+        state.served = True
+        if self._engine.config.hints:
+            state.hints = hints_of(request, self.slower)
         state.disaggregation = disaggregation_of(
             request,
             self._engine.config,

@@ -1,6 +1,7 @@
 """Hints of requests in the connector's scheduler half: what each one sends, and that absurd ones send nothing."""
 
 import math
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,21 @@ def test_a_pin_names_all_chunks_also_of_generated_tokens_and_a_release_ends_it(s
     assert list(pinned.keys) == list(released.keys) == keys(0, TOKENS + GENERATED)
     assert (pinned.lasts_ms, released.lasts_ms) == (30_000, 0)
     assert pinned.session == released.session and 0 < len(pinned.session) <= 32
+    assert not reasons(scene)
+
+
+def test_without_a_session_pins_are_the_requests_own_and_a_release_is_counted(scene: Scene) -> None:
+    serve(scene, {"pin_s": 30}, name="one")
+    serve(scene, {"pin_s": 30}, name="two")
+    scene.plane.wait_for_call("Pin", 2)
+    assert len({each.session for each in scene.plane.pins}) == 2
+    serve(scene, {"release": True}, name="three")
+    assert reasons(scene) == {"slower_paths/release_without_session": 1} and len(scene.plane.pins) == 2
+
+
+def test_a_host_may_ignore_hints(make_scene: Callable[..., Scene]) -> None:
+    scene = make_scene(hints=False)
+    assert {store.lasts_s for store in serve(scene, {"ttl_s": 90, "release": True})} == {0.0}
     assert not reasons(scene)
 
 
