@@ -114,6 +114,24 @@ async def test_when_the_longest_session_releases_the_end_of_another_one_holds(se
         await until_pinned(0, server)
 
 
+@pytest.mark.parametrize("kind", ["server", "redis"])
+async def test_a_ttl_puts_no_end_on_a_record_that_another_request_has_stored(
+    kind: str, request: pytest.FixtureRequest
+) -> None:
+    storage: Server = request.getfixturevalue(kind)
+    async with serving(SHAPE, CHUNKS, storage) as (daemon, client):
+        client.fill(CHUNKS)
+        assert (await client.store(KEYS[:2])).chunks == 2
+
+        async def before_the_other_store(keys: list[bytes]) -> list[None]:
+            return [None] * len(keys)
+
+        daemon._source.find_stored = before_the_other_store
+        assert (await client.store(KEYS, lasts_ms=MINUTE_MS)).chunks == CHUNKS
+        with Redis(port=storage.port) as direct:
+            assert [direct.pttl(storage_key(key)) > 0 for key in KEYS] == [False, False, True, True]
+
+
 async def test_what_storage_does_not_pin_is_not_pinned_in_local_tiers(redis: Server) -> None:
     async with serving(SHAPE, CHUNKS, redis, tiers={"memory_budget_bytes": "1MiB"}) as (daemon, client):
         client.fill(CHUNKS)

@@ -177,21 +177,15 @@ class OneServer(RespSource):
         return answers
 
     async def delete(self, key: bytes) -> None:
-        await self._send_one(b"DEL", storage_key(key))
-
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._send_one(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
+        control = await self._connected()
+        [answer] = await control.ask([[b"DEL", storage_key(key)]])
+        refuse_error("DEL", answer)
 
     async def is_lasting(self, key: bytes) -> bool:
         """Return True if a record is there and has no expiry."""
         control = await self._connected()
         [answer] = await control.ask([[b"PTTL", storage_key(key)]])
         return bool(answer == -1)
-
-    async def _send_one(self, *command: bytes) -> None:
-        control = await self._connected()
-        [answer] = await control.ask([list(command)])
-        refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
         return [self.node]

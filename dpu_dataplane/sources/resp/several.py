@@ -470,9 +470,6 @@ class SeveralServers(RespSource):
         finally:
             asking.cancel()
 
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms), final=StorageRefusedError)
-
     async def _ask(
         self,
         keys: Sequence[bytes],
