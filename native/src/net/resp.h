@@ -67,7 +67,7 @@ size_t ss_resp_asking(uint8_t request[SS_RESP_REQUEST_MAX]);
  * ss_resp_set() writes "SET key value" up to the first byte of the value, and to 'end' what follows the value. With
  * 'lasts_ms' other than 0 the command is "SET key value NX PX lasts_ms": an existing value keeps its expiry.
  */
-size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length,
-                   uint64_t value_length, uint32_t lasts_ms, char end[SS_RESP_SET_END_MAX]);
+size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length, uint64_t value_length,
+                   uint32_t lasts_ms, char end[SS_RESP_SET_END_MAX]);
 
 #endif /* SS_RESP_H */
