@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Final
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics, outcome_name
+from dpu_dataplane.pinning import Pins
 from dpu_dataplane.publishing import Publications
 from dpu_dataplane.sources.found import (
     HEADER_CACHE_BYTES,
@@ -78,6 +79,9 @@ class Catalog:
         self._delete_corrupt = config.delete_corrupt
         self._tasks: set[asyncio.Task[None]] = set()
         self._publications = Publications(config.hosts_max)
+        self._pins = Pins(config.hosts_max)
+        self._pinning = asyncio.Lock()
+        self._pins_due: list[bytes] = []  # keys that were stored, and are to be pinned
 
     @property
     def quarantined(self) -> int:
@@ -167,7 +171,8 @@ class Catalog:
         return pb.REACH_ALL if taken else pb.REACH_NONE
 
     def forget_host(self, owner: str) -> None:
-        """Withdraw the publications of a host that has disconnected."""
+        """Withdraw the publications of a host that has disconnected. Its pins stay until they end."""
+        self._pins.expire()
         if keys := self._publications.forget(owner):
             task = asyncio.ensure_future(self._withdraw(keys))
             self._tasks.add(task)
@@ -178,6 +183,45 @@ class Catalog:
             await self._source.publish(keys, 0)
         except StorageError as error:
             logger.debug("withdrawing publications: %s", error)  # they expire
+
+    async def pin(self, owner: str, session: bytes, keys: Sequence[bytes], lasts_ms: int) -> bool:
+        """Pin keys for a session of a host, those not stored yet once they are; 0 ms ends its pins.
+
+        Return False if storage knows no pins. StorageRefusedError beyond the host's or the tenant's share.
+        """
+        async with self._pinning:  # storage receives the changes of a key in the order of the table's
+            changed, undo = self._pins.pin(owner, session, keys, lasts_ms / 1000)
+            taken = False
+            try:
+                taken = all([await self._pin(some, seconds) for seconds, some in self._by_end(changed)])
+            finally:
+                if not taken:
+                    undo()
+        return taken
+
+    def _by_end(self, keys: Sequence[bytes]) -> Collection[tuple[int, list[bytes]]]:
+        """Return keys by the seconds for which they are pinned."""
+        by_seconds: dict[int, list[bytes]] = {}
+        for key in keys:
+            by_seconds.setdefault(self._pins.left_s(key), []).append(key)
+        return by_seconds.items()
+
+    async def _pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        parts = (keys[first : first + QUESTION_KEYS_MAX] for first in range(0, len(keys), QUESTION_KEYS_MAX))
+        return all([await self._source.pin(part, seconds) for part in parts])
+
+    async def _pin_stored(self) -> None:
+        """Pin keys that were stored after their pins had been asked for."""
+        await asyncio.sleep(0)
+        keys, self._pins_due = self._pins_due, []
+        for seconds, some in self._by_end(keys):
+            try:
+                if seconds:
+                    await self._pin(some, seconds)
+            except StorageError as error:
+                level = logging.DEBUG if self._metrics.totals["pins_refused"] else logging.WARNING
+                logger.log(level, "%d records were stored, and cannot be pinned: %s", len(some), error)
+                self._metrics.totals["pins_refused"] += len(some)
 
     async def published(self, chains: Sequence[Chain]) -> list[Flags] | None:
         """Return the published chunks of each chain; None if storage takes no publications.
@@ -283,6 +327,12 @@ class Catalog:
 
     def available(self, key: bytes) -> None:
         self._publications.stored(key)
+        if self._pins.left_s(key):
+            self._pins_due.append(key)
+            if len(self._pins_due) == 1:
+                task = asyncio.ensure_future(self._pin_stored())
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
 
     @property
     def storage(self) -> tuple[str, bool]:

@@ -33,6 +33,7 @@ TOTALS: Final = {
     "storage_redirections": "Chunks redirected by a cluster's node",
     "deleted_records": "Corrupt records deleted from storage",
     "publications_refused": "Keys refused because a host exceeded its share of publications",
+    "pins_refused": "Records that were stored and that storage then refused to pin",
 }
 """Counters without a label, with their help texts."""
 

@@ -276,7 +276,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._tracer.decided(caller.owner, request)
         return pb.DecidedResponse()
 
-    # ---- Lookups and publications
+    # ---- Lookups, publications and pins
 
     @_call
     async def Lookup(self, request: pb.LookupRequest, caller: Session) -> pb.LookupResponse:  # noqa: N802
@@ -337,6 +337,17 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         step = job.within(publishing, "publishing chunks to storage")
         reach, outcome, detail = await self._ending("Publish", step)
         response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach or pb.REACH_ALL)
+        self._log_outcome(response)
+        return response
+
+    @_call
+    async def Pin(self, request: pb.PinRequest, caller: Session) -> pb.PinResponse:  # noqa: N802
+        """Pin chunks for a session, or end its pins."""
+        keys, session = self._validate.pins(request)
+        job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
+        pinning = self._catalog.pin(caller.owner, session, keys, request.lasts_ms)
+        supported, outcome, detail = await self._ending("Pin", job.within(pinning, "pinning chunks in storage"))
+        response = pb.PinResponse(outcome=outcome, detail=detail, supported=bool(supported))
         self._log_outcome(response)
         return response
 

@@ -217,7 +217,14 @@ class Storer:
         key, (codec, _) = store.keys[index], self._encoding(store)
         manifest, parent = encoded.plan.manifest_of(position), store.parent_of(index)
         header = encode_header(key, codec, layout, manifest, parent=parent, in_blocks=store.plain)
-        record = Encoded(encoded.batch, position, header, store.lasts_ms, store.plain)
+        record = Encoded(
+            encoded.batch,
+            position,
+            header,
+            store.lasts_ms,
+            store.plain,
+            saved=store.mover is Mover.PREEMPTION_SAVE and store.lasts_ms > 0,
+        )
         result, text = await self.source.put(job, key, record)
         if result is not Result.OK:
             job.check()

@@ -36,6 +36,7 @@ _LAYER_WAITS_MAX = 4096
 _PARTS_MAX = 64  # limit of the C core
 _LAYOUTS_MAX = 256  # of a registration: a worker needs one for each KV cache group and each shard layout
 _QUEUE_NAME_MAX = 32
+_PIN_SESSION_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
 _ENGINE_MAX = 32
 _STEPS_LAST_MS_MAX = 10_000
@@ -201,6 +202,11 @@ class Validator:
             (arrival.request, chains[end - len(arrival.chains) : end])
             for arrival, end in zip(request.arrivals, ends, strict=True)
         ]
+
+    def pins(self, request: pb.PinRequest) -> tuple[list[bytes], bytes]:
+        """Return the keys to pin, and the session that pins them."""
+        _count("session", len(request.session), 0, _PIN_SESSION_MAX, "bytes")
+        return self.keys("keys", list(request.keys)), request.session
 
     def hello(self, request: pb.HelloRequest) -> None:
         """Refuse a host of an incompatible release."""

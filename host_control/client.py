@@ -6,6 +6,7 @@ plane does not know (any more) is repeated after another Hello, or ends as ``unk
 """
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,9 @@ __all__ = ["Breaker", "DataPlaneClient", "FetchAnswer", "FetchCall", "FetchPart"
 
 _GRACE: Final = 0.25
 """Seconds that a call may outlast the deadline in its request, so that the data plane's answer still counts."""
+
+_PIN_KEYS_MAX: Final = 8192
+"""Keys in one message about pins, as in a lookup."""
 
 MemoryMessage = pb.SharedMemory | pb.ExportedMemory | pb.CudaIpcMemory
 _MEMORY_FIELDS: Final[dict[type[Any], str]] = {
@@ -275,6 +279,37 @@ class DataPlaneClient:
 
         self._send_hint(self._connection.stub.Publish, request, ended)
 
+    def pin(self, keys: Sequence[bytes], seconds: float, session: bytes, ignored: Callable[[str, str], None]) -> None:
+        """Pin records for a session, also those that are stored later; 0 seconds: end the session's pins.
+
+        A hint, which is not waited for.
+
+        Args:
+            ignored: Called, in any thread, with a reason and a detail where the pins are not set.
+        """
+
+        def ended(call: Any) -> None:
+            try:
+                answer: pb.PinResponse = call.result()
+            except _NO_ANSWER as error:
+                ignored("pin_unanswered", explain(error)[1])
+                return
+            if answer.outcome != pb.OUTCOME_COMPLETE:
+                refused = answer.outcome == pb.OUTCOME_STORAGE_REFUSED
+                ignored("pin_refused" if refused else "pin_unanswered", answer.detail)
+            elif not answer.supported:
+                ignored("pin_unsupported", "storage is no storage node of ShadowServe")
+
+        for first in range(0, len(keys), _PIN_KEYS_MAX):
+            request = pb.PinRequest(
+                keys=keys[first : first + _PIN_KEYS_MAX],
+                lasts_ms=min(math.ceil(seconds * 1000), 2**32 - 1),
+                session=session,
+                timeout_ms=_milliseconds(self._connect_timeout),
+            )
+            if not self._send_hint(self._connection.stub.Pin, request, ended):
+                ignored("pin_unanswered", "there is no connection to the data plane")
+
     def expect(self, message: pb.ExpectRequest) -> Any:
         """Send an engine's queue; return the call.
 
@@ -319,11 +354,13 @@ class DataPlaneClient:
         except ValueError:  # the channel is closed
             return None
 
-    def _send_hint(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> None:
-        if (call := self._send(method, request)) is not None:
-            self._keep_alive(call)
-            if ended is not None:
-                call.add_done_callback(ended)
+    def _send_hint(self, method: Any, request: Any, ended: Callable[[Any], None] | None = None) -> bool:
+        if (call := self._send(method, request)) is None:
+            return False
+        self._keep_alive(call)
+        if ended is not None:
+            call.add_done_callback(ended)
+        return True
 
     # ------------------------------------------------------------------ memory
 
@@ -519,7 +556,7 @@ class DataPlaneClient:
             keys=keys,
             parents=parents,
             timeout_ms=_milliseconds(timeout),
-            lasts_ms=int(lasts_s * 1000),
+            lasts_ms=math.ceil(lasts_s * 1000),
             plain=plain,
             layout=layout,
             purpose=purpose,

@@ -63,6 +63,8 @@ class HostConfig(Section):
     (docs/guides/fetch-or-recompute.md)."""
     store: bool = True
     """Store the chunks that this engine computes."""
+    hints: bool = True
+    """Apply requests' hints (docs/guides/tiers.md)."""
     quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
     """Quantizer of stored chunks: exact values, vector-wise bins (ShadowServe section 5), or bytes. fp8 caches are
     stored as bytes, except E4M3 with ``binned``."""

@@ -312,6 +312,34 @@ class PrefixLookup:
         """Return the records of a save, given the chunk keys of each group."""
         return _by_client(self._prober.records[SAVED], chunk_keys)
 
+    def name_records(self, request_id: str, then: Callable[[RecordKeys], None], *, needed: bool) -> None:
+        """Call ``then``, on a lookup thread, with the records of a request's chunks; not while they have no keys.
+
+        ``needed``: of a group that does not keep every chunk, only those that a hit of all chunks needs.
+        """
+        lookup = self._lookups.get(request_id)
+        if lookup is None or not (lookup.chunk_keys or lookup.tail):
+            return
+        names, tail = list(lookup.chunk_keys or ()), list(lookup.tail)
+        layouts = {0, max(lookup.answer.shard_layout, 0) if lookup.answer is not None else 0}
+
+        def name() -> None:
+            end, wanted = len(names), list[list[bytes]]()
+            whole = LookupAnswer(
+                end * self._chunk_tokens, Reason.COMPLETE, present=[np.ones(end, np.bool_)] * len(self._prober.every)
+            )
+            for number, every in enumerate(self._prober.every):
+                first = self._first_needed(whole, whole.tokens + 1, number, end) if needed and not every else 0
+                wanted.append([*names[first:], *tail])
+            found: dict[DataPlaneClient, list[tuple[bytes, Sequence[bytes]]]] = {}
+            for layout in layouts:
+                for client, chains in _by_client(self._prober.records[layout], wanted).items():
+                    found.setdefault(client, []).extend(chains)
+            then(found)
+
+        with contextlib.suppress(RuntimeError):  # closed
+            self._pool.submit(name)
+
     def _first_needed(self, answer: LookupAnswer, length: int, number: int, end: int) -> int:
         last = 1
         while last < end:

@@ -22,6 +22,12 @@ from host_control.connection import Peer
 from host_control.lookup import RecordKeys
 from shadowserve.proto import dataplane_pb2 as pb
 
+_TURNS_MAX: Final = 64
+"""Sessions whose next turn is expected."""
+_TURN_AHEAD_S: Final = 10.0
+"""For so long before its time a turn is sent: what is prefetched for it takes memory of requests that wait now."""
+_TURN_LATE_S: Final = 30.0
+"""For so long a turn is still expected after its time."""
 _PAUSE_S: Final = 0.02
 """Between two messages: events meanwhile go into one."""
 _POLL_S: Final = 0.05
@@ -80,6 +86,14 @@ class _Entry:
     chains: RecordKeys | None = None
 
 
+@dataclass(frozen=True)
+class _Turn:
+    """The next request of a session, which has not come yet: its entry, and when it will begin."""
+
+    entry: _Entry
+    at: float
+
+
 @dataclass
 class _PeerState:
     """State that one data plane was sent.
@@ -130,6 +144,7 @@ class WaitingQueue:
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {}
         self._begun: dict[str, _Entry] = {}
+        self._turns: dict[bytes, _Turn] = {}
         self._begins = Begins()
         self._peers = {client: _PeerState() for client in clients}
         self._changed = threading.Event()
@@ -139,10 +154,11 @@ class WaitingQueue:
 
     # ------------------------------------------------------------------ events
 
-    def enqueue(self, request_id: str, priority: int = 0) -> None:
-        """Add a request, behind all others of its priority."""
+    def enqueue(self, request_id: str, priority: int = 0, session: bytes = b"") -> None:
+        """Add a request, behind all others of its priority. It is the turn that was expected of its session."""
         number = next(self._numbers)
         with self._lock:
+            self._turns.pop(session, None)
             self._entries[request_id] = _Entry(number, (float(priority) if self._by_priority else 0.0, float(number)))
         self._changed.set()
 
@@ -175,6 +191,20 @@ class WaitingQueue:
             entry.chains = chains
         self._changed.set()
 
+    def expect_turn(self, session: bytes, chains: RecordKeys, after_s: float) -> None:
+        """Expect a session's next request after some seconds; of too many sessions, the latest turn is not expected."""
+        turn = _Turn(_Entry(next(self._numbers), (math.inf, 0.0), chains), self._clock() + after_s)
+        with self._lock:
+            self._turns[session] = turn
+            if len(self._turns) > _TURNS_MAX:
+                del self._turns[max(self._turns, key=lambda each: self._turns[each].at)]
+        self._changed.set()
+
+    @property
+    def unused(self) -> bool:
+        """No data plane makes use of messages, as far as is known."""
+        return all(state.unused for state in self._peers.values())
+
     def ended(self, request_id: str) -> None:
         """Forget a request that has ended, begun or not."""
         with self._lock:
@@ -194,7 +224,7 @@ class WaitingQueue:
         while not self._closed:
             with self._lock:
                 unknown = any(entry.chains is None for entry in self._entries.values())
-                waits = bool(self._entries)
+                waits = bool(self._entries or self._turns)
             known = any(each.chains or each.call is not None for each in self._peers.values())
             self._changed.wait(_POLL_S if unknown else _CORRECTS_S if waits or known else None)
             self._changed.clear()
@@ -220,8 +250,13 @@ class WaitingQueue:
         now = self._clock()
         with self._lock:
             expected = [now + self._begins.expected(index, now) for index in range(len(entries))]
+            self._turns = {name: turn for name, turn in self._turns.items() if now < turn.at + _TURN_LATE_S}
+            turns = [turn for turn in self._turns.values() if turn.at - now <= _TURN_AHEAD_S]
+        turns.sort(key=lambda turn: turn.at)
+        waiting = [entry for _, entry in entries] + [turn.entry for turn in turns]
+        expected += [turn.at for turn in turns]
         for client, state in self._peers.items():
-            self._send_to(client, state, [entry for _, entry in entries], expected, now)
+            self._send_to(client, state, waiting[:_REQUESTS_MAX], expected[:_REQUESTS_MAX], now)
 
     def _send_due(self, client: DataPlaneClient, state: _PeerState) -> bool:
         peer = client.peer
@@ -252,8 +287,8 @@ class WaitingQueue:
                 begins_at.append(at)
         if order != state.order or self._drifted(state.begins_at, begins_at, now):
             message.order.extend(order)
-            if begins_at and begins_at[0] < math.inf:
-                message.begins_in_ms.extend(min(int(1000 * (at - now)), 0xFFFFFFFF) for at in begins_at)
+            if any(at < math.inf for at in begins_at):
+                message.begins_in_ms.extend(int(min(1000 * max(at - now, 0.0), 0xFFFFFFFF)) for at in begins_at)
         nothing = not (message.arrivals or message.gone or message.order)
         if nothing and (not known or now - state.sent_at < _BEAT_S) and not (whole and known):
             return

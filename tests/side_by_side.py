@@ -24,14 +24,14 @@ LINES: Final = (
         "models/test_models models/test_size scripts/test_measure_quality scripts/test_model_asset"
     ).split(),
     (
-        "e2e/test_vllm_cache e2e/test_vllm_cold "
+        "e2e/test_vllm_cache e2e/test_vllm_cold e2e/test_vllm_hints "
         "e2e/test_vllm_in_step "
         "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
         "e2e/test_vllm_start e2e/test_vllm_tier "
         "e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
         "host/vllm/test_identity_weights host/vllm/test_vllm_fetch_policy host/vllm/test_vllm_connector "
         "host/vllm/test_vllm_epochs host/vllm/test_vllm_groups "
-        "host/vllm/test_vllm_disaggregation "
+        "host/vllm/test_vllm_disaggregation host/vllm/test_vllm_hints "
         "host/vllm/test_vllm_preemption host/vllm/test_vllm_quantized_pages host/vllm/test_vllm_scheduler_groups "
         "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_start_check host/vllm/test_vllm_support "
         "host/vllm/test_vllm_take_back host/vllm/test_vllm_timing host/vllm/test_vllm_weights tools/test_bench"

@@ -67,6 +67,7 @@ class Encoded:
     header: bytes  # header of the record
     lasts_ms: int = 0  # lifetime in ms; 0 for no end
     plain: bool = False  # the record is not compressed, and stays in local tiers if there are any
+    saved: bool = False  # it is of a preempted request, and stays in local tiers if these have room
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +198,10 @@ class Source(ABC):
         either stored or not coming.
         """
         return None
+
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        """Protect stored records from eviction for some seconds, 0 ends that; False if the source knows no pins."""
+        return False
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
         """Hint: begin to bring the cold records of up to QUESTION_KEYS_MAX keys from object storage. Does not wait."""

@@ -66,6 +66,7 @@ class StoreOperation:
         lasts_s: Seconds after which they are of no use; 0: for good.
         tail_tokens: Tokens of a tail whose record has all blocks of a chunk; they may end within a block. Else 0.
         exact: Store them in the records of preempted requests.
+        own: No other request can use them: they may stay in the data plane's local tiers.
     """
 
     request_id: str
@@ -79,6 +80,7 @@ class StoreOperation:
     lasts_s: float = 0.0
     tail_tokens: int = 0
     exact: bool = False
+    own: bool = False
 
 
 @dataclass

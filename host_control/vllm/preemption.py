@@ -129,7 +129,7 @@ class Preemption:
             apart=self._apart,
         )
         tables = [self._groups.kept(number, table, held.tokens) for number, table in enumerate(held.blocks)]
-        exact, lasts_s = self._apart, TAIL_LASTS_S if self._apart else 0.0
+        exact, lasts_s = self._apart, TAIL_LASTS_S if self._apart else state.hints.ttl_s
         operations = self._stores.chunks(state, tables, names, (0, end), exact=exact, lasts_s=lasts_s)
         for number, group in enumerate(self._groups.groups):
             rows = group.rows(tables[number], 0, end).tolist()
@@ -139,8 +139,9 @@ class Preemption:
             save.chunk_keys.append(tail_key)
             for held_keys in save.held:
                 held_keys.append(tail_key)
-            tail = self._stores.tails(state, tables, names, tail_key, tokens, exact=exact, lasts_s=TAIL_LASTS_S)
-            operations += tail
+            operations += self._stores.tails(
+                state, tables, names, tail_key, tokens, exact=exact, own=True, lasts_s=TAIL_LASTS_S
+            )
         state.save = save
         return operations
 

@@ -10,6 +10,7 @@ from host_control.fetch_policy import Decision
 from host_control.interference.table import LayerWait
 from host_control.lookup import SAVED, LookupAnswer
 from host_control.transfer import Event, Reason, State, Transfer
+from host_control.vllm.hints import Hints
 from host_control.vllm.metadata import LoadOperation
 from shadowserve.keys import Extra
 
@@ -134,6 +135,7 @@ class RequestState:
         served: The request has chunk keys; others are computed without the cache.
         extra: Inputs of its KV other than tokens (:meth:`RequestInputs.extra`).
         disaggregation: What its prompt needs of another engine.
+        hints: What its sender says about its KV's future.
         held: Its KV in the engine's memory, while it runs.
         salt: Secret of the names of its saved records.
         preemptions: Preemptions at the time of the last lookup.
@@ -151,6 +153,7 @@ class RequestState:
     served: bool = False
     extra: Extra | Callable[[], Extra] = field(default_factory=Extra)
     disaggregation: Disaggregation = field(default_factory=Disaggregation)
+    hints: Hints = Hints()
     load: Load = field(default_factory=Load)
     save: Save | None = None
     held: Held | None = None

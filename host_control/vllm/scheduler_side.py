@@ -29,6 +29,7 @@ from host_control.vllm.disaggregation import (
 from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
 from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
+from host_control.vllm.hints import apply, hints_of
 from host_control.vllm.identity.requests import RequestInputs
 from host_control.vllm.loads import NO_LAYERS, LoadWays, group_loads, note_chunk_keys, usable_tokens
 from host_control.vllm.metadata import (
@@ -196,11 +197,13 @@ class SchedulerSide:
         self._account.arrived(state, named=named)
         self._outcomes.arrived(state, problem or "")
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
-            self.waiting.enqueue(request.request_id, request.priority)
+            self.waiting.enqueue(request.request_id, request.priority, state.hints.session)
 
     def _start_lookup(self, state: RequestState) -> None:
         request, groups = state.request, self._groups
         state.served = True
+        if self._engine.config.hints:
+            state.hints = hints_of(request, self.slower)
         state.disaggregation = disaggregation_of(
             request,
             self._engine.config,
@@ -546,6 +549,7 @@ class SchedulerSide:
         if state.foreseen and (answer := self._lookup.poll(request_id)) is not None:
             self._count_lookup(state, answer)
         count_reach(self.slower, state.disaggregation, self._lookup.reach)
+        apply(request_id, state.hints, self._lookup, self.waiting, self.slower)
         self._lookup.forget(request_id)
         tokens = state.tail_end if state.tail_stored else state.stored_chunks * self._groups.chunk_tokens
         return reply_of(request, self._engine.config, 0 if state.mixes_weights else tokens)

@@ -73,10 +73,13 @@ class Stores:
         self.extend(chunk_keys, request, end)
         tables = [tables[group.index] for group in self._groups.groups]
         published = state.disaggregation.publishes > 0
-        stores = self.chunks(state, tables, chunk_keys, (known, end), states=False, published=published)
+        lasts_s, span = state.hints.ttl_s, (known, end)
+        stores = self.chunks(state, tables, chunk_keys, span, states=False, published=published, lasts_s=lasts_s)
         tail_keys = self._lookup.tail(request.request_id) if tail else []
         if tail:
-            stores += self.tails(state, tables, chunk_keys, tail_keys[0], state.tail_end, published=published)
+            stores += self.tails(
+                state, tables, chunk_keys, tail_keys[0], state.tail_end, published=published, lasts_s=lasts_s
+            )
         if published:
             self._lookup.computed(request.request_id, [*chunk_keys[known:end], *tail_keys])
         return stores
@@ -120,6 +123,7 @@ class Stores:
                 anchored=True,
                 blocks=[block],
                 absent_seconds=self._absent_seconds(request_id),
+                lasts_s=state.hints.ttl_s,
             )
 
     # ------------------------------------------------------------------ operations
@@ -182,6 +186,7 @@ class Stores:
                             absent_seconds=self._absent_seconds(request_id, exact=exact),
                             lasts_s=lasts_s,
                             exact=exact,
+                            own=exact,
                         )
                     )
                 index += count + 1
@@ -197,6 +202,7 @@ class Stores:
         *,
         published: bool = False,
         exact: bool = False,
+        own: bool = False,
         lasts_s: float = 0.0,
     ) -> list[StoreOperation]:
         """Return the stores of the tokens behind the last whole chunk, as a chunk's record padded with zeros.
@@ -223,6 +229,7 @@ class Stores:
                     lasts_s=lasts_s,
                     tail_tokens=tokens,
                     exact=exact,
+                    own=own,
                 )
             )
         return stores

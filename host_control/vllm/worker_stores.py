@@ -90,6 +90,8 @@ class WorkerStores:
             part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
             return _after_copy(self._device, why_not)
 
+        if operation.lasts_s and not operation.own:
+            purpose = pb.PURPOSE_REQUEST  # saved chunks with an end would stay in local tiers
         absent = operation.absent_seconds
         queue.offer(
             record_keys(namespace, operation.chunk_keys),

@@ -549,11 +549,13 @@ SS_API int ss_tls_has_pending(const struct ss_tls_session *session);
  * the answer until 'deadline_ns'. The key is sent unchanged. SS_REFUSED if the server answers an error; 'error' then
  * has its text, cut to 'error_size' - 1 bytes. After any other failure close the socket. If a server refuses before it
  * has read the value, the result is also SS_REFUSED, but the socket is disconnected. Runs on the caller's thread; calls
- * for different sockets may run at the same time. 'session': the socket's TLS session; NULL: no TLS.
+ * for different sockets may run at the same time. 'session': the socket's TLS session; NULL: no TLS. With 'lasts_ms'
+ * other than 0 the command is SET with NX and PX: the record expires after this time, an existing value stays as it is.
  */
 SS_API enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
-                                      size_t head_size, int32_t socket, struct ss_tls_session *session,
-                                      uint64_t deadline_ns, char *error, size_t error_size);
+                                      size_t head_size, uint32_t lasts_ms, int32_t socket,
+                                      struct ss_tls_session *session, uint64_t deadline_ns, char *error,
+                                      size_t error_size);
 
 /* ss_pipeline_statistics() copies the counters since creation into statistics[SS_STAGE_COUNT]. From any thread. */
 SS_API void ss_pipeline_statistics(const struct ss_pipeline *pipeline, struct ss_stage_statistics *statistics);

@@ -118,11 +118,17 @@ static void test_requests(void) {
     CHECK_EQUAL(size, sizeof range - 1);
     CHECK(memcmp(request, range, size) == 0);
     static const char set[] = "*3\r\n$3\r\nSET\r\n$3\r\nkkk\r\n$77\r\n";
-    size = ss_resp_set(request, key, 3, 77);
+    char end[SS_RESP_SET_END_MAX];
+    size = ss_resp_set(request, key, 3, 77, 0, end);
     CHECK_EQUAL(size, sizeof set - 1);
     CHECK(memcmp(request, set, size) == 0);
+    CHECK(strcmp(end, "\r\n") == 0);
+    size = ss_resp_set(request, key, 3, 77, UINT32_MAX, end);
+    CHECK_EQUAL(size, sizeof set - 1);
+    CHECK(memcmp(request, "*6\r\n", 4) == 0);
+    CHECK(strcmp(end, "\r\n$2\r\nNX\r\n$2\r\nPX\r\n$10\r\n4294967295\r\n") == 0);
     CHECK(ss_resp_getrange(request, key, SS_RESP_KEY_MAX, UINT64_MAX, UINT64_MAX) < SS_RESP_REQUEST_MAX);
-    CHECK(ss_resp_set(request, key, SS_RESP_KEY_MAX, UINT64_MAX) < SS_RESP_REQUEST_MAX);
+    CHECK(ss_resp_set(request, key, SS_RESP_KEY_MAX, UINT64_MAX, 0, end) < SS_RESP_REQUEST_MAX);
 }
 
 int main(void) {

@@ -57,7 +57,7 @@ static void store_start(struct bench *bench, const struct shape *shape, uint32_t
 
 static enum ss_result put(struct bench *bench, const struct ss_piece *chunk, int32_t socket, uint64_t deadline_ns,
                           char *error, size_t error_size) {
-    return ss_pipeline_put(bench->pipeline, chunk, head, sizeof head, socket, NULL, deadline_ns, error, error_size);
+    return ss_pipeline_put(bench->pipeline, chunk, head, sizeof head, 0, socket, NULL, deadline_ns, error, error_size);
 }
 
 /* Encoding writes the very bytes that the kernels write one by one. */

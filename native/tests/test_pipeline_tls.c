@@ -235,7 +235,7 @@ PIPELINE_TEST(test_cut_off, (shape->chunks = 6, shape->vectors = 256), AS_BEFORE
 
 static enum ss_result put(struct bench *bench, struct link *link, uint64_t deadline_ns, char *error, size_t size) {
     static const uint8_t head[100];
-    return ss_pipeline_put(bench->pipeline, &bench->fixture->chunks[0], head, sizeof head, link->sockets[0],
+    return ss_pipeline_put(bench->pipeline, &bench->fixture->chunks[0], head, sizeof head, 0, link->sockets[0],
                            link->sessions[0], deadline_ns, error, size);
 }
 

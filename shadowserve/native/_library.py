@@ -38,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 12
+ABI_VERSION: Final = 13
 
 
 class Closing(abc.ABC):

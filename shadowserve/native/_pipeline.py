@@ -434,9 +434,12 @@ class Pipeline(Closing):
         socket: int,
         deadline_ns: int,
         *,
+        lasts_ms: int = 0,
         session: TlsSession | None = None,
     ) -> tuple[Result, str]:
         """Send ``head`` and one encoded piece's body as a SET on a connected, non-blocking socket; blocks.
+
+        A record with ``lasts_ms`` expires then, and an existing value stays as it is, which is a success.
 
         Return the result, and the server's error text for ``Result.REFUSED``. After any other failure close the socket.
         """
@@ -449,6 +452,7 @@ class Pipeline(Closing):
                 batch._batch.pieces + piece_index,
                 head_bytes,
                 len(head_bytes),
+                lasts_ms,
                 socket,
                 ffi.NULL if session is None else session.handle,
                 deadline_ns,

@@ -20,6 +20,7 @@ from shadowserve_tools.lazy import LazyGroup
 ENGINE, TRANSFER, KERNELS = "With real vLLM engines", "With data planes and storage nodes", "In one process"
 BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "serving": (ENGINE, ["vllm", "redis"]),
+    "agents": (ENGINE, ["vllm", "redis"]),
     "interference": (ENGINE, ["vllm"]),
     "budget": (ENGINE, ["vllm"]),
     "ablation": (ENGINE, ["vllm"]),

@@ -74,6 +74,7 @@ def engine(**changes: Any) -> dict[str, pb.Engine]:
 MAKE: dict[str, Callable[..., Any]] = {
     "Hello": lambda client, **changes: hello_request(**changes),
     "Lookup": lambda client, **changes: pb.LookupRequest(**({"timeout_ms": 100} | changes)),
+    "Pin": lambda client, **changes: pb.PinRequest(**({"keys": KEYS[:1], "timeout_ms": 100} | changes)),
     "Expect": lambda client, **changes: pb.ExpectRequest(**({"queue": b"q", "lasts_ms": 1000} | changes)),
     "ReportSteps": lambda client, **changes: pb.StepReport(**({"engine": b"e", "lasts_ms": 1} | changes)),
     "RegisterMemory": lambda client, **changes: client.register_request(**changes),
@@ -140,6 +141,13 @@ ROWS: dict[str, list[Row]] = {
         ),
         ({"chains": [pb.KeyChain(keys=[bytes(32)] * 40000, namespace=SPACE)] * 2}, ["80000"]),
         ({"chains": [pb.KeyChain(namespace=SPACE)] * 5000}, ["5000"]),
+        ({"timeout_ms": 0}, ["timeout_ms"]),
+    ],
+    "Pin": [
+        ({"keys": []}, ["keys has 0"]),
+        ({"keys": [b"short"]}, ["keys[0]", "32"]),
+        ({"keys": [bytes(32)] * 65537}, ["65537"]),
+        ({"session": bytes(33)}, ["session"]),
         ({"timeout_ms": 0}, ["timeout_ms"]),
     ],
     "Expect": [

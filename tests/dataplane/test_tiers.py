@@ -83,12 +83,12 @@ async def storage_away(client: Client, keys: Sequence[bytes]) -> None:
 
 
 async def store(
-    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, lasts_ms: int = 0
+    client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, **more: Any
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
     data = b"".join(kv(shape, index) for index in indexes)
     client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
-    return (await client.store([keys[index] for index in indexes], lasts_ms=lasts_ms)).stored
+    return (await client.store([keys[index] for index in indexes], **more)).stored
 
 
 async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
@@ -164,12 +164,13 @@ async def test_records_are_stored_in_the_tier_and_in_storage(mortal_storage: Ser
         assert (await client.fetch(others[:2])).chunks == 2
 
 
-async def test_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Server) -> None:
+async def test_saved_records_with_an_end_stay_in_the_tier_if_it_has_room(storage: Server) -> None:
     for memory, near in (("32MiB", True), ("1MiB", False)):
         shape = SHAPE if near else layout(vector_length=8192)  # 2 MiB
         keys = keys_of(shape, 1)
         async with serving(shape, 1, storage, tiers=tiers_of(memory=memory)) as (_, client):
-            assert await store(client, [0], shape, keys, lasts_ms=NEVER_MS) == [True]
+            saved = {"lasts_ms": NEVER_MS, "purpose": pb.PURPOSE_PREEMPTION}
+            assert await store(client, [0], shape, keys, **saved) == [True]
             assert storage.has(keys[0]) != near
             assert (await client.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
             assert client.chunk(0) == kv(shape, 0)

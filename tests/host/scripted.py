@@ -112,6 +112,9 @@ class Script:
     """Seconds before each layer, in layer order."""
     expect_answer: Callable[[pb.ExpectRequest], pb.ExpectResponse] = lambda request: pb.ExpectResponse()
     """Answer about the waiting requests of an engine's queue."""
+    pin_answer: pb.PinResponse = field(
+        default_factory=lambda: pb.PinResponse(outcome=pb.OUTCOME_COMPLETE, supported=True)
+    )
     store_outcome: int | None = None
     not_storable: set[bytes] = field(default_factory=set)
     """Keys of records that cannot be stored."""
@@ -157,6 +160,7 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self.stores: list[pb.StoreRequest] = []
         self.decisions: list[pb.Decision] = []
         self.expected: list[pb.ExpectRequest] = []
+        self.pins: list[pb.PinRequest] = []
         self.cancelled: set[str] = set()
         self.published: (
             dict[bytes, int] | None
@@ -270,6 +274,11 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         here = pb.REACH_DATA_PLANE if request.plain else pb.REACH_ALL
         reach = pb.REACH_NONE if self.published is None else here
         return pb.PublishResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)
+
+    def Pin(self, request: pb.PinRequest, context: Any) -> pb.PinResponse:
+        self.pins.append(request)
+        self._enter("Pin", context)
+        return self.script.pin_answer
 
     def Expect(self, request: pb.ExpectRequest, context: Any) -> pb.ExpectResponse:
         self._enter("Expect", context)

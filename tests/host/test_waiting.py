@@ -124,6 +124,19 @@ def test_the_records_of_a_waiting_request_can_be_replaced(
     queue.wants("unknown", {client: [(NAMESPACE, other)]})
 
 
+def test_a_turn_in_an_hour_takes_no_memory_of_requests_that_wait_now(
+    queue: WaitingQueue, client: DataPlaneClient, plane: ScriptedDataPlane, clock: Clock
+) -> None:
+    received, clock.now = Received(plane), 100.0
+    queue.expect_turn(b"later", {client: [(NAMESPACE, keys_of("later"))]}, 3600.0)
+    queue.expect_turn(b"soon", {client: [(NAMESPACE, keys_of("soon"))]}, waiting._TURN_AHEAD_S)
+    queue.enqueue("now")
+    wait_for(lambda: received.read() == ["now", "soon"])
+    queue.ended("now")
+    clock.now += 3600.0 - waiting._TURN_AHEAD_S
+    wait_for(lambda: received.read() == ["later"])
+
+
 def test_a_step_in_which_nothing_changes_says_nothing(
     queue: WaitingQueue, plane: ScriptedDataPlane, clock: Clock
 ) -> None:

@@ -57,6 +57,11 @@ SMALL = {
         *("--repeats", "1", "--rounds", "1"),
         *NO_PEERS,
     ],
+    "agents": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--agents", "2", "--turns", "4"),
+        *("--system-tokens", "256", "--turn-tokens", "200", "--output-tokens", "2", "--repeats", "1", "--pause", "0"),
+        *NO_PEERS,
+    ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
     "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
     "interference": [

@@ -339,19 +339,14 @@ class ServerCluster(RespSource):
         return iter([[next(answers) for _ in range(1 + each.asking)][-1] for each in commands])
 
     async def delete(self, key: bytes) -> None:
-        await self._send_write(b"DEL", storage_key(key))
-
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._send_write(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
-
-    async def _send_write(self, verb: bytes, name: bytes, *more: bytes) -> None:
+        name = storage_key(key)
         await self._wait_for_map()
         for last in (False, True):
-            [answer] = await self._ask([[verb, name, *more]], [self._node_of(slot_of(name), turn=None)])
+            [answer] = await self._ask([[b"DEL", name]], [self._node_of(slot_of(name), turn=None)])
             if last and isinstance(answer, StorageError):
                 raise answer
             if last:
-                refuse_error(verb.decode(), answer)
+                refuse_error("DEL", answer)
             if not isinstance(answer, StorageError | resp.ErrorReply):
                 return
             await self.recover(None)

@@ -1,7 +1,8 @@
 """One storage server: a control connection that is made again after an outage (``outage.py``).
 
 Servers that do not know our commands: without ``KV.META``, a lookup is a pipeline of STRLEN and GETRANGE; without
-``KV.PUBLISH``, nothing is published; without ``KV.PREFETCH``, nothing is cold; without ``KV.LOAD``, no load is known.
+``KV.PUBLISH``, nothing is published; without ``KV.PIN``, nothing is pinned; without ``KV.PREFETCH``, nothing is cold;
+without ``KV.LOAD``, no load is known.
 """
 
 import asyncio
@@ -122,6 +123,9 @@ class OneServer(RespSource):
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         return await self._send_for_keys([b"KV.PUBLISH", b"%d" % lasts_ms], keys) is not None
 
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        return await self._send_for_keys([b"KV.PIN", b"%d" % seconds], keys) is not None
+
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         left = await self._numbers(b"KV.PENDING", keys)
         return None if left is None else left > 0
@@ -173,21 +177,15 @@ class OneServer(RespSource):
         return answers
 
     async def delete(self, key: bytes) -> None:
-        await self._send_one(b"DEL", storage_key(key))
-
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._send_one(b"PEXPIRE", storage_key(key), b"%d" % lasts_ms)
+        control = await self._connected()
+        [answer] = await control.ask([[b"DEL", storage_key(key)]])
+        refuse_error("DEL", answer)
 
     async def is_lasting(self, key: bytes) -> bool:
         """Return True if a record is there and has no expiry."""
         control = await self._connected()
         [answer] = await control.ask([[b"PTTL", storage_key(key)]])
         return bool(answer == -1)
-
-    async def _send_one(self, *command: bytes) -> None:
-        control = await self._connected()
-        [answer] = await control.ask([list(command)])
-        refuse_error(command[0].decode(), answer)
 
     def nodes(self) -> Sequence[Node]:
         return [self.node]

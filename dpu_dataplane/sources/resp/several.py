@@ -400,19 +400,43 @@ class SeveralServers(RespSource):
 
     async def publish(self, keys: Sequence[bytes], lasts_ms: int) -> bool:
         """Publish keys, each at its first choice; StorageRefusedError if a server refuses, and none takes them."""
+        refusals, taken = await self._offer(keys, lambda server, mine: server.publish(mine, lasts_ms))
+        if refusals and not taken:
+            raise refusals[0]
+        return taken
+
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        """Pin records at their first choices, and where they are read from instead: that may fail, or be slow."""
+
+        def ask(server: OneServer, mine: Sequence[bytes]) -> Awaitable[bool]:
+            return server.pin(mine, seconds)
+
+        firsts, elsewhere = self._addresses_of(keys, first=True), dict[str, list[int]]()
+        for index, address in enumerate(self._addresses_of(keys, first=False)):
+            if address != firsts[index]:
+                elsewhere.setdefault(address, []).append(index)
+        asking = asyncio.ensure_future(self._ask_servers(keys, elsewhere, ask))
+        try:
+            refusals, taken = await self._offer(keys, ask)
+            await asyncio.wait((asking,), timeout=_SECOND_S)
+        finally:
+            asking.cancel()
+        if refusals:
+            raise refusals[0]
+        return taken
+
+    async def _offer(self, keys: Sequence[bytes], question: _Question[bool]) -> tuple[list[StorageRefusedError], bool]:
+        """Ask first choices to take keys; return the refusals, and whether some server took its keys."""
         refusals: list[StorageRefusedError] = []
 
         async def ask(server: OneServer, mine: Sequence[bytes]) -> bool:
             try:
-                return await server.publish(mine, lasts_ms)
+                return await question(server, mine)
             except StorageRefusedError as error:  # another server would not be asked for these keys
                 refusals.append(error)
                 return False
 
-        taken = any([each.answer for each in await self._ask(keys, ask)])
-        if refusals and not taken:
-            raise refusals[0]
-        return taken
+        return refusals, any([each.answer for each in await self._ask(keys, ask)])
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         answers = await self._ask(keys, lambda server, mine: server.published(mine))
@@ -445,9 +469,6 @@ class SeveralServers(RespSource):
             await asyncio.wait((asking,), timeout=_SECOND_S)
         finally:
             asking.cancel()
-
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        await self._ask([key], lambda server, mine: server.expire(mine[0], lasts_ms), final=StorageRefusedError)
 
     async def _ask(
         self,

@@ -79,10 +79,6 @@ class RespSource(Source, Router):
     async def _disconnect(self) -> None:
         """Close the control connections, and stop to reconnect."""
 
-    @abstractmethod
-    async def expire(self, key: bytes, lasts_ms: int) -> None:
-        """Limit the lifetime of a record."""
-
     async def deliver(self, job: Job, plan: FetchPlan) -> Delivered:
         return await self._reader.deliver(job, plan)
 
@@ -140,7 +136,7 @@ class RespSource(Source, Router):
     # ---- New records: one SET each, sent by the C core from the store buffer
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """SET a record on its node; PEXPIRE one with an end. A broken connection is made again once."""
+        """SET a record on its node. A broken connection is made again once."""
         result, text = Result.CANCELLED, ""
         for last in (False, True):
             [node] = self.route([key], master=True)
@@ -153,8 +149,6 @@ class RespSource(Source, Router):
             if job.cancelled or result is not Result.DISCONNECTED or last:
                 break
             await job.within(self.recover(self._last_node), "looking for a node of the cluster")
-        if result is Result.OK and record.lasts_ms:
-            await job.within(self.expire(key, record.lasts_ms), "setting the lifetime of a record")
         return result, text
 
     async def _put_redirected(self, job: Job, node: Node | None, record: Encoded) -> tuple[Result, str]:
@@ -187,6 +181,7 @@ class RespSource(Source, Router):
             record.header,
             link.fileno(),
             job.deadline_ns,
+            lasts_ms=record.lasts_ms,
             session=link.session,
         )
         try:

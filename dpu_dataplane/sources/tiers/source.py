@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -16,9 +17,12 @@ from dpu_dataplane.sources.tiers.local_hits import LocalHits, ReadThroughFill
 from dpu_dataplane.sources.tiers.pages import DevicePageLoader
 from dpu_dataplane.sources.tiers.prefetcher import Prefetcher
 from dpu_dataplane.sources.tiers.tiers import Tiers
-from shadowserve.errors import StorageError, StorageUnavailableError
+from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
+
+_PIN_MAX_S: Final = 600
+"""Longest pin in a pool that is alone, as on a storage node by default."""
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +122,24 @@ class TieredSource(Source):
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
         return None if self._below is None else await self._below.published(keys)
 
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> bool:
+        """Pin records below, and then in the pool as far as its share of pins reaches; in the pool if it is alone."""
+        if self._below is None:
+            if seconds > _PIN_MAX_S:
+                raise StorageRefusedError(f"local tiers pin records for up to {_PIN_MAX_S} s, not {seconds}")
+            await self._tiers.pin(keys, seconds)
+            return True
+        if not seconds:
+            await self._tiers.pin(keys, 0)
+        if not await self._below.pin(keys, seconds):
+            return False
+        if seconds:
+            try:
+                await self._tiers.pin(keys, seconds)
+            except StorageRefusedError as error:
+                logger.debug("pins: %s", error)
+        return True
+
     async def prefetch(self, keys: Sequence[bytes]) -> None:
         if self._below is not None and (absent := [key for key in keys if not self._tiers.has(key)]):
             await self._below.prefetch(absent)
@@ -193,12 +215,12 @@ class TieredSource(Source):
         return done
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool, and below, unless the record is plain or has an end.
+        """Put a record into the pool, and below, unless the record is plain or of a preempted request.
 
         Above another source the pool takes it if it has room now; alone it waits for room.
         """
         local = await self._tiers.put(job, key, record, wait=self._below is None)
-        if local and (record.lasts_ms or record.plain):
+        if local and (record.saved or record.plain):
             return Result.OK, ""
         if self._below is None:
             refusal = f"{self._tiers.name} have no room for it; give them more memory, or devices"

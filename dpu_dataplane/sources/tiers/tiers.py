@@ -19,14 +19,14 @@ from dpu_dataplane.sources.found import HEADER_CACHE_BYTES, Found, HeaderCache, 
 from dpu_dataplane.sources.source import Encoded, Resources
 from shadowserve import native
 from shadowserve.clock import wall_clock_ms
-from shadowserve.errors import RecordError
+from shadowserve.errors import RecordError, StorageRefusedError
 from shadowserve.keys import storage_key
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.thread import PoolThread
-from shadowserve.pool.types import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Lease
+from shadowserve.pool.types import DEFAULT_TENANT, ENTRIES_PER_HOLD, Address, Lease, PinShareError
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.record import parse_header
 from shadowserve.tier import Tier
@@ -34,6 +34,7 @@ from shadowserve.tier import Tier
 _BATCH_SHARE: Final = 4
 """A batch that waits for devices holds at most a quarter of the memory: half of the memory may receive records or wait
 to be written, and the rest covers fragmentation."""
+_PIN_SHARE: Final = 0.5  # most of the pool that pins may take, as on a storage node by default
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class Tiers:
         self._loop = asyncio.get_running_loop()
         self.pool = (DevicePool if self._config.devices else MemoryPool)(self._config)
         await asyncio.to_thread(self.pool.start, self.lock)
+        self.pool.set_pin_shares(_PIN_SHARE, _PIN_SHARE)
         if isinstance(pool := self.pool, DevicePool):
             movers = Mover.DEVICE_WRITE, Mover.SCRUB
             self._paces = [DevicePace(self._budget, mover, self.later, pool.wake) for mover in movers]
@@ -211,6 +213,18 @@ class Tiers:
         self._headers.drop(key)
         with self.lock:
             self.pool.remove(address_of(key))
+
+    async def pin(self, keys: Sequence[bytes], seconds: int) -> None:
+        """Pin records for some seconds, 0 ends that; StorageRefusedError at the first one beyond the share of pins."""
+        until_ms = wall_clock_ms() + 1000 * seconds if seconds else 0
+        for part in ranges_of(len(keys)):
+            try:
+                with self.lock:
+                    for index in part:
+                        self.pool.pin(address_of(keys[index]), until_ms)
+            except PinShareError as error:
+                raise StorageRefusedError(f"{self.name}: {error}") from error
+            await asyncio.sleep(0)
 
     # ---- New records
 

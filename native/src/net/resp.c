@@ -152,9 +152,16 @@ size_t ss_resp_asking(uint8_t request[SS_RESP_REQUEST_MAX]) {
     return sizeof command - 1;
 }
 
-size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length,
-                   uint64_t value_length) {
-    size_t size = request_key(request, "*3\r\n$3\r\nSET\r\n", key, key_length);
+size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length, uint64_t value_length,
+                   uint32_t lasts_ms, char end[SS_RESP_SET_END_MAX]) {
+    const char *command = lasts_ms == 0 ? "*3\r\n$3\r\nSET\r\n" : "*6\r\n$3\r\nSET\r\n";
+    size_t size = request_key(request, command, key, key_length);
+    if (lasts_ms == 0) {
+        (void)snprintf(end, SS_RESP_SET_END_MAX, "\r\n");
+    } else {
+        (void)snprintf(end, SS_RESP_SET_END_MAX, "\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%zu\r\n%u\r\n", decimal_digits(lasts_ms),
+                       lasts_ms);
+    }
     size += (size_t)snprintf((char *)request + size, SS_RESP_REQUEST_MAX - size, "$%llu\r\n",
                              (unsigned long long)value_length);
     return size;

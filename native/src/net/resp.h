@@ -14,6 +14,9 @@
 /* Bytes that hold any request that this file builds for a key of up to SS_RESP_KEY_MAX bytes, and ASKING before it. */
 enum { SS_RESP_KEY_MAX = 96, SS_RESP_REQUEST_MAX = 256 };
 
+/* Bytes that hold what follows the value of a SET. */
+enum { SS_RESP_SET_END_MAX = 64 };
+
 /* Longest error line that is accepted; Redis's own error lines are under 200 bytes. */
 enum { SS_RESP_LINE_MAX = 4096 };
 
@@ -60,8 +63,11 @@ size_t ss_resp_getrange(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key
 /* ss_resp_asking() writes "ASKING"; with any request behind it, it is within SS_RESP_REQUEST_MAX. */
 size_t ss_resp_asking(uint8_t request[SS_RESP_REQUEST_MAX]);
 
-/* ss_resp_set() writes "SET key value" up to the first byte of the value; the caller sends value and CR LF. */
-size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length,
-                   uint64_t value_length);
+/*
+ * ss_resp_set() writes "SET key value" up to the first byte of the value, and to 'end' what follows the value. With
+ * 'lasts_ms' other than 0 the command is "SET key value NX PX lasts_ms": an existing value keeps its expiry.
+ */
+size_t ss_resp_set(uint8_t request[SS_RESP_REQUEST_MAX], const uint8_t *key, uint32_t key_length, uint64_t value_length,
+                   uint32_t lasts_ms, char end[SS_RESP_SET_END_MAX]);
 
 #endif /* SS_RESP_H */

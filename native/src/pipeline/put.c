@@ -17,11 +17,12 @@
 #include "net/resp.h"
 #include "pipeline/internal.h"
 
-enum { PUT_PARTS = 4 }; /* command, head, body, CR LF */
+enum { PUT_PARTS = 4 }; /* command, head, body, end of the command */
 
 struct put {
     struct ss_channel channel;
     uint64_t deadline_ns;
+    uint32_t lasts_ms;
     struct iovec parts[PUT_PARTS];
     int first_part; /* PUT_PARTS once all is sent */
     struct ss_resp_head reply;
@@ -113,6 +114,9 @@ static enum ss_result put_outcome(const struct put *put, char *error, size_t err
         int accepted = put->reply.text_length == 2 && memcmp(put->reply.text, "OK", 2) == 0;
         return accepted && put->first_part == PUT_PARTS ? SS_OK : SS_PROTOCOL;
     }
+    if (put->reply.kind == SS_RESP_NULL && put->lasts_ms != 0 && put->first_part == PUT_PARTS) {
+        return SS_OK; /* the key has a value, which stays */
+    }
     if (put->reply.kind != SS_RESP_ERROR) {
         return SS_PROTOCOL;
     }
@@ -139,8 +143,8 @@ enum ss_result ss_pipeline_copy_body(const struct ss_pipeline *pipeline, const s
 }
 
 enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_piece *piece, const void *head,
-                               size_t head_size, int32_t socket, struct ss_tls_session *session, uint64_t deadline_ns,
-                               char *error, size_t error_size) {
+                               size_t head_size, uint32_t lasts_ms, int32_t socket, struct ss_tls_session *session,
+                               uint64_t deadline_ns, char *error, size_t error_size) {
     if (error != NULL && error_size > 0) {
         error[0] = '\0';
     }
@@ -150,14 +154,16 @@ enum ss_result ss_pipeline_put(struct ss_pipeline *pipeline, const struct ss_pie
         return SS_BAD_ARGUMENT;
     }
     uint8_t command[SS_RESP_REQUEST_MAX];
-    size_t command_size = ss_resp_set(command, piece->key, piece->key_length, head_size + piece->body_length);
-    uint8_t end[2] = {'\r', '\n'};
-    struct put put = {.channel = {.socket = socket, .session = session}, .deadline_ns = deadline_ns};
+    char end[SS_RESP_SET_END_MAX];
+    size_t command_size =
+        ss_resp_set(command, piece->key, piece->key_length, head_size + piece->body_length, lasts_ms, end);
+    struct put put = {
+        .channel = {.socket = socket, .session = session}, .deadline_ns = deadline_ns, .lasts_ms = lasts_ms};
     put.parts[0] = (struct iovec){.iov_base = command, .iov_len = command_size};
     put.parts[1] = (struct iovec){.iov_base = (void *)(uintptr_t)head, .iov_len = head_size};
     put.parts[2] = (struct iovec){.iov_base = pipeline->store_buffer.data + piece->decompression_offset,
                                   .iov_len = piece->body_length};
-    put.parts[3] = (struct iovec){.iov_base = end, .iov_len = sizeof end};
+    put.parts[3] = (struct iovec){.iov_base = end, .iov_len = strlen(end)};
     ss_resp_head_start(&put.reply);
     uint64_t begin = ss_thread_ns();
     ss_socket_prepare(socket);

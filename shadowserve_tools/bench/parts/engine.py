@@ -8,8 +8,10 @@ The first line on standard input configures the engine; each further one is an o
 the original standard output. vLLM's own output goes to standard error.
 """
 
+import functools
 import importlib
 import json
+import math
 import os
 import random
 import sys
@@ -169,6 +171,38 @@ class _Engine:
             if not self._step(known, begin):
                 time.sleep(IDLE_S)
         return [_measured(request) | self._watch.steps(name, begin, request) for name, request in known.items()]
+
+    def converse(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Serve turns of agents: a closed loop, in which a turn begins some time after another one has ended.
+
+        Args:
+            turns: ``parts`` of the prompt (seed and tokens of each), ``output`` tokens, and ``at``, in seconds after
+                the end of turn ``after``, or after the begin if that is None.
+
+        Returns:
+            For each turn what :meth:`serve` returns, and the number of its ``tokens``.
+        """
+        self._watch.clear()
+        made = functools.cache(lambda seed, tokens: tuple(prompt(seed, tokens, self._vocabulary)))
+        prompts = [[token for part in turn["parts"] for token in made(*part)] for turn in turns]
+        known: dict[str, dict[str, Any]] = {}
+        waiting, names, ends = list(range(len(turns))), dict[int, str](), dict[int | None, float]({None: 0.0})
+        begin = time.perf_counter()
+        while waiting or self._core.has_unfinished_requests():
+            now = time.perf_counter() - begin
+            for number in list(waiting):
+                turn = turns[number]
+                if (at := ends.get(turn["after"], math.inf) + turn["at"]) <= now:
+                    waiting.remove(number)
+                    names[number] = self._add(prompts[number], turn["output"])
+                    known[names[number]] = {"output": turn["output"], "at": at, "tokens": len(prompts[number])}
+            if not self._core.has_unfinished_requests() or not self._step(known, begin):
+                time.sleep(IDLE_S)
+            for number, name in names.items():
+                if number not in ends and len(known[name].get("answer", ())) == turns[number]["output"]:
+                    ends[number] = known[name]["last"]
+        served = (known[names[number]] for number in range(len(turns)))
+        return [_measured(request) | {"tokens": request["tokens"]} for request in served]
 
     def _step(self, known: dict[str, dict[str, Any]], begin: float) -> int:
         stepping = time.perf_counter()

@@ -150,16 +150,22 @@ def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, 
                     redis = host.stack.enter_context(start_redis(host.folder, host=host.network.host, tuned=strongest))
             for linked, side in sides(host).items():
                 if in_redis or not linked:
-                    own.append(_lmcache(host, python, size, name, strongest, redis, linked, side))
+                    own.append(lmcache(host, python, size, name, strongest, redis, linked, side))
             systems += own
         except (ShadowServeError, OSError) as error:
             absent[name] = does_not_run(error)
     return systems, absent
 
 
-def _lmcache(
+def lmcache(
     host: Host, python: Path, size: int, name: str, strongest: bool, redis: Child | None, linked: bool, side: Side
 ) -> System:
+    """Start LMCache's server, for engines at one end of the network.
+
+    Args:
+        size: Bytes that it holds in memory.
+        redis: Its L2.
+    """
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
     with side():
         daemon = host.stack.enter_context(lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest))

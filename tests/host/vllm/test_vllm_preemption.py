@@ -69,6 +69,12 @@ def test_a_save_has_everything_not_stored_up_to_the_last_token(scene: Scene) -> 
     assert tail.lasts_s > 0 == chunks.lasts_s, "no other request looks the tail up"
 
 
+def test_of_a_save_with_a_ttl_only_the_tail_may_stay_in_local_tiers(scene: Scene) -> None:
+    running(scene, kv_transfer_params={"shadowserve_hints": {"ttl_s": 90}})
+    chunks, tail = scene.preempt()
+    assert (chunks.own, chunks.lasts_s) == (False, 90.0) and tail.own
+
+
 @pytest.mark.parametrize(
     ("prompt", "computed", "most", "chunks", "end"),
     [

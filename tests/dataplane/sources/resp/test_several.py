@@ -477,13 +477,13 @@ async def test_a_node_that_refuses_a_command_is_not_avoided() -> None:
     ):
         chain = own_chain(nodes, nodes[0], chunks=4)
         nodes[0].fill(SHAPE, chain)
-        nodes[0].refused = ["DEL", "PEXPIRE", "KV.PUBLISH"]
+        nodes[0].refused = ["DEL", "KV.PUBLISH"]
         source = daemon._source
-        for change in (source.delete(chain[0]), source.expire(chain[0], 1), source.publish(chain, 1)):
+        for change in (source.delete(chain[0]), source.publish(chain, 1)):
             with pytest.raises(StorageRefusedError):
                 await change
         assert (await client.lookup(chain)).hits == [4]
-        assert not nodes[1].asked["KV.PUBLISH"] and not nodes[1].asked["PEXPIRE"]
+        assert not nodes[1].asked["KV.PUBLISH"]
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 62])
