@@ -41,7 +41,8 @@ _SPEC = "block_size prefix_cacheable"
 OBJECTS = {
     "vllm.config.VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
     "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config "
-    "max_concurrent_batches offload_config",
+    "max_concurrent_batches offload_config kv_events_config",
+    "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.OffloadConfig": "offload_backend prefetch",
     "vllm.config.offload.PrefetchOffloadConfig": "offload_group_size",
     "vllm.v1.engine.core.EngineCore": "collective_rpc reset_prefix_cache wake_up",
@@ -75,7 +76,7 @@ OBJECTS = {
     "vllm.v1.request.Request": "request_id prompt_token_ids prompt_embeds all_token_ids num_tokens num_prompt_tokens "
     "num_computed_tokens num_preemptions lora_request mm_features cache_salt pooling_params skip_reading_prefix_cache "
     "resumable trace_headers",
-    "vllm.lora.request.LoRARequest": "lora_int_id lora_path load_inplace is_3d_lora_weight",
+    "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path load_inplace is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "

@@ -283,6 +283,14 @@ def _as_uint32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> memoryview:
     return memoryview(tokens.astype("<u4").tobytes())
 
 
+def block_hash(key: bytes) -> int:
+    """Return the block hash that KV events have for a record: the first 8 bytes of its key.
+
+    Routers keep 64 bits of a hash. The last 8 bytes of a key are the same for all records of a segment.
+    """
+    return int.from_bytes(key[:8], "big")
+
+
 def storage_key(key: bytes) -> bytes:
     """Return the key on the storage server: ``kv:`` and 64 hexadecimal digits."""
     return _STORAGE_PREFIX + key.hex().encode()

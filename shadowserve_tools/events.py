@@ -32,6 +32,7 @@ Event = dict[str, Any]
 _ENTRY: Final = np.dtype([("sign", "S1"), ("hash", ">u8"), ("rest", "V24")])
 _CHUNK: Final = re.compile(rb"kv:[0-9a-f]{64}")
 _HASH_DIGITS: Final = slice(3, 19)
+"""Those of shadowserve.keys.block_hash()."""
 _SCAN_KEYS: Final = 250
 _HASHES_MAX: Final = 8_192
 """Hashes of one event of a snapshot: 74 KB."""
@@ -43,14 +44,6 @@ _SNAPSHOT_INTERVAL_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _DOWN_S: Final = 10.0
 """Time without the node after which nothing of it counts as stored."""
-
-
-def block_hash(key: bytes) -> int:
-    """Return the block hash that events have for a record: the first 8 bytes of its key.
-
-    Routers keep 64 bits of a hash. The last 8 bytes of a key are the same for all records of a segment.
-    """
-    return int.from_bytes(key[:8], "big")
 
 
 class Feed:

@@ -18,6 +18,7 @@ from host_control.manager import ORDERS, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.store import StoreQueue
+from host_control.vllm.events import EVENTS_MAX, publishes
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
@@ -186,6 +187,7 @@ class WorkerSide:
             parts=len(shards.parts[0]),
             timeout=config.store_timeout_s,
             plain=self._pages is not None,
+            reports_max=EVENTS_MAX if publishes(self._engine.vllm_config) else 0,
         )
 
     def _make_manager(self, key: int) -> KVCacheManager:
@@ -302,11 +304,12 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return the report to the scheduler side, None where there is nothing to report."""
         outlived, settled_doubt = self._watch.outlived, self._watch.take_verified()
-        if not (self._loads.has_report or self._stores.saves or outlived or settled_doubt):
+        stores = self._stores
+        if not (self._loads.has_report or stores.saves or stores.has_stored or outlived or settled_doubt):
             return None  # as in most steps
         report = self._loads.take_report()
         report.outlived = outlived
-        report.saved = self._stores.take_saved()
+        report.saved, report.stored = stores.take_saved(), stores.take_stored()
         report.settled = {settled_doubt: 1} if settled_doubt else {}
         return report if report != WorkerReport() else None
 
