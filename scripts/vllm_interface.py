@@ -49,7 +49,7 @@ OBJECTS = {
     "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts": "get_expert_weights",
     "vllm.config.ModelConfig": "model revision code_revision dtype seed max_model_len hf_config hf_text_config "
     "runner_type trust_remote_code is_encoder_decoder is_multimodal_model is_prefix_caching_supported "
-    "multimodal_config get_total_num_kv_heads",
+    "multimodal_config get_total_num_kv_heads served_model_name",
     "vllm.config.CacheConfig": "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config.ParallelConfig": "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "decode_context_parallel_size enable_eplb",
@@ -57,7 +57,7 @@ OBJECTS = {
     "vllm.config.LoadConfig": "load_format download_dir model_loader_extra_config",
     "vllm.config.LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora",
     "vllm.config.SpeculativeConfig": "method model draft_model_config use_eagle use_eagle_block_drop",
-    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer",
+    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer engine_id",
     "vllm.config.CompilationConfig": "static_forward_context pass_config",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec enable_kv_transfer",

@@ -129,6 +129,15 @@ class Extra:
     inputs: tuple[Input, ...] = ()  # inputs at places of the prompt. Each affects its own chunk and all later chunks
 
 
+def request_inputs(salt: str | None, epoch: str = "", **more: Any) -> bytes:
+    """Return :attr:`Extra.request` of a request with a salt and ``more`` inputs, in an epoch of the weights."""
+    described = {"salt": salt, "epoch": epoch, **more}
+    if not any(described.values()):
+        return b""
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
 def _digest(fields: dict[str, Any]) -> bytes:
     """Return the SHA-256 of the canonical JSON of the fields and the schema version."""
     fields = fields | {"schema_version": SCHEMA_VERSION}

@@ -136,6 +136,7 @@ class WorkerSide:
         self._loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
         self._model = model.digest()
         self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None)
+        self._engine_message.index.CopyFrom(self._index())
         self.connect()
 
     def connect(self) -> None:
@@ -259,6 +260,18 @@ class WorkerSide:
         if weights is None:
             raise UncacheableError("the model that its layers belong to is not to be found, so changes of its weights")
         return weights
+
+    def _index(self) -> pb.EngineIndex:
+        """Return how tokens become the keys of this rank's records, for queries of routers."""
+        vllm_config, shards = self._engine.vllm_config, self._shards
+        named = list(zip(shards.parts[0], shards.shapes[0], strict=True))
+        return pb.EngineIndex(
+            model=str(vllm_config.model_config.served_model_name or "model")[:256],
+            instance=str(vllm_config.kv_transfer_config.engine_id or "engine")[:128],
+            chain=self._model,
+            namespaces=[shape.namespace for part, shape in named if part.group.kind == "full"],
+            last_namespaces=[shape.namespace for part, shape in named if part.group.kind != "full"],
+        )
 
     def handshake(self) -> WorkerHandshake:
         shards = self._shards
