@@ -77,7 +77,7 @@ Checks = Callable[[], Iterable[Check]]
 
 @dataclass(frozen=True, slots=True)
 class Posts:
-    """POST requests that a program answers: to one path, from whoever has the token.
+    """POST requests that a program answers to clients that have the token.
 
     ``answer`` gets the path and the body, in a thread that it may block for some seconds, and returns status and JSON.
     """

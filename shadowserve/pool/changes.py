@@ -90,7 +90,7 @@ class Changes:
             self.note(each, CLEARED[:1], CLEARED[1:])
 
     def read(self, tenant: int, name: bytes, position: int, losses: int) -> Read:
-        """Return what a tenant's log, of that name, has from a position on.
+        """Return the entries of a tenant's log, of that name, from a position on.
 
         ``losses``: losses of many keys that are not logged one by one, so far; after each the log has another name.
         """

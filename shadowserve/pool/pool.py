@@ -537,7 +537,7 @@ class Pool(ABC):
         return self._core.changes
 
     def read_changes(self, tenant: int, name: bytes, position: int) -> Read | None:
-        """Return what the log of a tenant's changes has from a position on; None without logs.
+        """Return the changes of a tenant from a position of its log on; None without logs.
 
         When a device is lost, the log gets another name: its keys are found missing, and logged, one by one later.
         """
