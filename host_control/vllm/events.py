@@ -71,6 +71,13 @@ class _Chunk(NamedTuple):
     extra_keys: Any
 
 
+class _Published(NamedTuple):
+    """Records of a chunk that a router counts as stored, and the time of the last event about them."""
+
+    since_s: float
+    hashes: list[int]
+
+
 class StoreEvents:
     """The events of one engine, on the engine's thread.
 
@@ -87,7 +94,7 @@ class StoreEvents:
         self._namespaces: dict[int, list[bytes]] = {}
         self._queue = EventQueue()
         self._storing: OrderedDict[int, _Chunk] = OrderedDict()  # by block hash
-        self._published: OrderedDict[tuple[int, bytes], list[int]] = OrderedDict()  # hashes by group and chunk key
+        self._published: OrderedDict[tuple[int, bytes], _Published] = OrderedDict()  # by group and chunk key
         self._epoch = ""
         self._until_s = 0.0
 
@@ -108,13 +115,18 @@ class StoreEvents:
         end = first + len(operation.chunk_keys)
         named = chunk_keys[max(first - 1, 0) : end]
         size, lora = self._chunk_tokens, request.lora_request
-        self._until_s = time.monotonic() + _LINGER_S
+        now_s = time.monotonic()
+        asked_s = None if operation.absent_seconds is None else now_s - operation.absent_seconds
+        self._until_s = now_s + _LINGER_S
         for namespace in self._namespaces.get(operation.group, ()):
             hashes: list[int | None] = [block_hash(key) for key in record_keys(namespace, named)]
             if not first:
                 hashes.insert(0, None)
             for number in range(first, end):
                 key = (operation.group, chunk_keys[number])
+                known = self._published.get(key)
+                if known is not None and (asked_s is None or known.since_s >= asked_s):
+                    continue  # stored after the lookup, or nothing was looked up: the workers skip it
                 begin = number * size
                 extra, _ = generate_block_hash_extra_keys(request, begin, begin + size, 0)
                 parent, own = hashes[number - first : number - first + 2]
@@ -126,8 +138,9 @@ class StoreEvents:
                     (None, None) if lora is None else (lora.lora_int_id, lora.lora_name),
                     to_event_extra_keys([extra]) if extra else None,
                 )
-                if gone := self._published.pop(key, None):  # stored before, and absent now
-                    self._remove(operation.group, gone)
+                if known is not None:  # stored before, and absent now
+                    del self._published[key]
+                    self._remove(operation.group, known.hashes)
 
     def _remove(self, group: int, hashes: list[int]) -> None:
         self._queue.add(
@@ -161,8 +174,8 @@ class StoreEvents:
                     ownership=_OWNER,
                 )
             )
-            self._published.setdefault(chunk.key, []).append(each)
-            self._published.move_to_end(chunk.key)
+            before = self._published.pop(chunk.key, None)
+            self._published[chunk.key] = _Published(time.monotonic(), [*(before.hashes if before else ()), each])
         while len(self._published) > _PUBLISHED_MAX:
             self._published.popitem(last=False)
 

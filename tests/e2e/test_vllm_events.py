@@ -9,7 +9,7 @@ from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, replay
 from kv_events import DECODER as decoder
 from machine import WAIT_MAX_S, wait_for
 
-from shadowserve.keys import block_hash
+from shadowserve.keys import block_hash, record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 CHUNK = 256
@@ -90,6 +90,31 @@ def test_events_tell_what_the_connector_stored_what_is_gone_and_what_no_longer_c
     engine.outputs([prompt(40)])
     assert isinstance(events_of(publisher)[-1], AllBlocksCleared)
     assert engine.counters()["events"] >= 5 and not engine.counters().get("dropped_events")
+
+
+def test_a_record_that_is_still_stored_is_not_removed() -> None:
+    from host_control.vllm.events import StoreEvents
+    from host_control.vllm.metadata import StoreOperation
+    from host_control.vllm.metrics import Counts
+
+    groups = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=None)])
+    made = StoreEvents(groups, CHUNK).begin({0: [b"n" * 32]}, Counts())
+    request = SimpleNamespace(
+        all_token_ids=range(CHUNK), lora_request=None, mm_features=[], cache_salt=None, prompt_embeds=None
+    )
+    keys = [b"k" * 32]
+    hashes = [block_hash(key) for key in record_keys(b"n" * 32, keys)]
+
+    def events_after_a_store(absent_seconds: float | None) -> list[str]:
+        made.storing(request, keys, [StoreOperation("r", 0, keys, None, True, [1], absent_seconds=absent_seconds)])
+        return [type(event).__name__ for event in made.take()]
+
+    assert events_after_a_store(0.0) == []
+    made.stored(hashes)
+    assert [type(event).__name__ for event in made.take()] == ["BlockStored"]
+    assert events_after_a_store(3600.0) == [], "the lookup was before the store"
+    assert events_after_a_store(None) == [], "no lookup answered"
+    assert events_after_a_store(0.0) == ["BlockRemoved"]
 
 
 def test_after_a_loss_of_events_nothing_counts_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
