@@ -4,12 +4,13 @@ The node keeps logs (KV.EVENTS), with its users, tenants and TLS. This process r
 ZeroMQ, which has none of these, to routers on its own machine. So a slow router costs the node nothing.
 """
 
+import itertools
 import logging
 import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -19,7 +20,7 @@ import numpy as np
 import zmq
 
 from shadowserve.addresses import is_loopback, split_address
-from shadowserve.errors import ConfigurationError, StorageUnavailableError
+from shadowserve.errors import ConfigurationError, StorageError, StorageUnavailableError
 from shadowserve.logs import configure_logging
 from shadowserve.pool.changes import CLEARED, ENTRIES_MAX, ENTRY_BYTES, STORED
 from shadowserve.signals import stop_signals
@@ -34,8 +35,8 @@ _CHUNK: Final = re.compile(rb"kv:[0-9a-f]{64}")
 _HASH_DIGITS: Final = slice(3, 19)
 """Those of shadowserve.keys.block_hash()."""
 _SCAN_KEYS: Final = 250
-_HASHES_MAX: Final = 8_192
-"""Hashes of one event of a snapshot: 74 KB."""
+_SCANS_OF_BATCH: Final = 32
+"""So an event of a snapshot has about 8,000 hashes: 72 KB."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_BYTES_MAX: Final = 256 << 20
 _QUEUED_BATCHES_MAX: Final = 1_000
@@ -54,6 +55,8 @@ class Feed:
         self._medium = medium
         self._client: StorageClient | None = None
         self._name, self._position = b"", 0
+        self._whole = False  # everything stored was read, up to that position
+        self._again_s = 0.0  # time before which a snapshot does not begin
         self.started_over = 0  # times that the log did not have what was missing
 
     def poll(self) -> Iterator[list[Event]]:
@@ -62,47 +65,68 @@ class Feed:
         Raises:
             StorageUnavailableError: The node does not answer; the next call connects again.
             StorageRefusedError: The user may not read the log, or there is none.
+            ConfigurationError: The certificates are unusable.
         """
         if self._client is None:
             self._client = self._connect()
         try:
-            while True:
-                reply = self._client.call("KV.EVENTS", self._name, str(self._position))
-                name, position, entries = _checked(reply, self._position)
-                self._name, self._position = name, position
-                if entries is None:
-                    self.started_over += 1
-                    yield from self._snapshot(self._client)
-                    continue
-                if entries:
-                    yield self._changes(entries)
-                if len(entries) < ENTRIES_MAX * ENTRY_BYTES:
-                    return
-        except StorageUnavailableError:
+            if self._whole and (yield from self._read(self._client)):
+                return
+            if (began_s := time.monotonic()) < self._again_s:
+                return
+            self.started_over += 1
+            self._whole = False
+            yield [{"type": "AllBlocksCleared"}]
+            self._whole = yield from self._snapshot(self._client)
+            if not self._whole:
+                self._again_s = time.monotonic() + max(_RETRY_S, time.monotonic() - began_s)
+                yield [{"type": "AllBlocksCleared"}]
+        except StorageError:
             self.close()
             raise
 
     def start_over(self) -> None:
         """Let the next poll() begin with what is stored."""
-        self._name = b""
+        self._whole = False
 
     def close(self) -> None:
         if self._client is not None:
             self._client.close()
             self._client = None
 
-    def _snapshot(self, client: StorageClient) -> Iterator[list[Event]]:
-        """Yield the present keys. Changes meanwhile are in the log behind the position that was read before."""
-        yield [{"type": "AllBlocksCleared"}]
-        cursor, hashes = b"0", list[int]()
+    def _read(self, client: StorageClient) -> Generator[list[Event], None, bool]:
+        """Yield the log from the position on; return False where the log does not have it."""
         while True:
+            reply = client.call("KV.EVENTS", self._name, str(self._position))
+            self._name, self._position, entries = _checked(reply, self._position)
+            if entries is None:
+                return False
+            if entries:
+                yield self._changes(entries)
+            if len(entries) < ENTRIES_MAX * ENTRY_BYTES:
+                return True
+
+    def _snapshot(self, client: StorageClient) -> Generator[list[Event], None, bool]:
+        """Yield the present keys, and in between the log, which is bounded; return False where the log was too short.
+
+        The log's position is read before the keys.
+        """
+        self._name = b""
+        yield from self._read(client)
+        cursor, hashes = b"0", list[int]()
+        for number in itertools.count(1):
             cursor, names = client.call("SCAN", cursor, "COUNT", str(_SCAN_KEYS))
             hashes += [int(name[_HASH_DIGITS], 16) for name in names if _CHUNK.fullmatch(name)]
-            if hashes and (cursor == b"0" or len(hashes) >= _HASHES_MAX):
+            if cursor != b"0" and number % _SCANS_OF_BATCH:
+                continue
+            if hashes:
                 yield [self._stored(hashes)]
                 hashes = []
+            if not (yield from self._read(client)):
+                break
             if cursor == b"0":
-                return
+                return True
+        return False
 
     def _changes(self, entries: bytes) -> list[Event]:
         """Return the net effect of log entries."""

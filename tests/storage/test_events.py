@@ -1,13 +1,14 @@
 """A router's index, made from the feed of a storage node, agrees with the node: also after evictions, restarts, loss."""
 
 import contextlib
+import itertools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 import zmq
@@ -17,8 +18,10 @@ from machine import WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 from storage_support import REPOSITORY, Child, Client, Start, login, make_record
 
+from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve_tools import main
+from shadowserve_tools.events import Feed
 
 USERS = """user ann on >a ~* +@all -@admin tenant=a
 user bob on >b ~* +@all -@admin tenant=b
@@ -154,6 +157,52 @@ def test_a_new_router_and_one_that_lost_batches_learn_everything_from_a_replay(
     assert min(late.batches) > 3, "batch 0 is kept, so the test proves nothing"
     assert isinstance(late.batches[min(late.batches)].events[0], AllBlocksCleared) or late.hashes == hashes_of(client)
     assert late.hashes == hashes_of(client)
+
+
+class ScriptedNode:
+    """A node with one key in each page of SCAN, whose log gets an entry with each page and keeps the last ones."""
+
+    def __init__(self, pages: int, kept: int) -> None:
+        self.pages, self.kept, self.end = pages, kept, 0
+        self.fails_at = 0
+
+    def call(self, command: str, *arguments: Any) -> Any:
+        if command == "SCAN":
+            if (page := int(arguments[0])) == self.fails_at - 1:
+                self.fails_at = 0
+                raise StorageUnavailableError("lost")
+            self.end += 1
+            return [b"%d" % ((page + 1) % self.pages), [key_of(page)]]
+        name, position = arguments
+        has_it = name == b"log" and self.end - self.kept <= int(position) <= self.end
+        return [b"log", self.end, (b"+" + bytes(32)) * (self.end - int(position)) if has_it else None]
+
+    def close(self) -> None:
+        pass
+
+    def hashes(self, feed: Feed) -> set[int]:
+        found: set[int] = set()
+        for event in itertools.chain.from_iterable(feed.poll()):
+            found = found | {*event["block_hashes"]} if event["type"] == "BlockStored" else set()
+        return found
+
+
+def test_a_connection_lost_during_a_snapshot_begins_the_snapshot_again() -> None:
+    node = ScriptedNode(pages=5, kept=100)
+    feed = Feed(lambda: node)  # type: ignore[arg-type, return-value]
+    node.fails_at = 3
+    with pytest.raises(StorageUnavailableError, match="lost"):
+        node.hashes(feed)
+    assert node.hashes(feed) == set(range(5))
+
+
+def test_a_snapshot_ends_that_takes_longer_than_the_log_keeps_and_pauses_where_it_cannot() -> None:
+    slow, short = ScriptedNode(pages=200, kept=40), ScriptedNode(pages=200, kept=20)
+    feed = Feed(lambda: slow)  # type: ignore[arg-type, return-value]
+    assert slow.hashes(feed) == set(range(200)) and not slow.hashes(feed)
+    hopeless = Feed(lambda: short)  # type: ignore[arg-type, return-value]
+    assert not short.hashes(hopeless) and not short.hashes(hopeless)
+    assert (feed.started_over, hopeless.started_over) == (1, 1)
 
 
 def test_a_tenants_feed_has_its_own_keys_only_and_needs_the_right_to_read_them(
