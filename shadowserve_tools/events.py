@@ -292,7 +292,7 @@ class Relay:
                 self._publisher.publish(events)
                 if self._stopped:
                     return
-        except StorageUnavailableError as error:
+        except (StorageError, ConfigurationError) as error:  # also refusals: rights and certificates change, and limits
             self._retry_s = now_s + _RETRY_S
             if not self._down and now_s - self._answered_s > _DOWN_S:
                 self._down = True
