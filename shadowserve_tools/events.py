@@ -41,6 +41,8 @@ _END: Final = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_BYTES_MAX: Final = 256 << 20
 _QUEUED_BATCHES_MAX: Final = 1_000
 """Batches that wait for one subscriber; later ones are lost to it, which the sequence numbers show."""
+_LINGER_MS: Final = 500
+"""For so long the last batch may wait for slow subscribers."""
 _SNAPSHOT_INTERVAL_S: Final = 10.0
 _RETRY_S: Final = 1.0
 _DOWN_S: Final = 10.0
@@ -187,7 +189,7 @@ class Publisher:
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._batches_max = batches_max
-        self._next = 0
+        self._next = time.time_ns() // 1_000_000  # above the numbers before a restart, so subscribers see a gap
         self._begins = -1  # number of the last batch that everything stored begins with
         self._encode = msgspec.msgpack.Encoder().encode
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -243,6 +245,10 @@ class Publisher:
         self._replay.send_multipart((client, b"", *frames), zmq.NOBLOCK)  # a ROUTER drops what a client does not take
 
     def close(self) -> None:
+        """Tell subscribers that nothing counts as stored any more, and close."""
+        if len(self._sockets) == 2:
+            self._pub.set(zmq.LINGER, _LINGER_MS)
+            self.publish([{"type": "AllBlocksCleared"}])
         for socket in self._sockets:
             socket.close()
         self._context.term()
