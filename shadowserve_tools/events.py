@@ -38,7 +38,12 @@ _SCAN_KEYS: Final = 250
 _SCANS_OF_BATCH: Final = 32
 """So an event of a snapshot has about 8,000 hashes: 72 KB."""
 _END: Final = (-1).to_bytes(8, "big", signed=True)
-_REPLAY_BYTES_MAX: Final = 256 << 20
+_REPLAY_BYTES_MAX: Final = 32 << 20
+_REPLAYS_MAX: Final = 8
+"""Clients whose replays are unfinished; a further one takes the place of the oldest."""
+_QUEUED_REPLAYED_MAX: Final = 64
+"""Batches that wait for one of these clients."""
+_REPLAY_WAIT_S: Final = 0.005
 _QUEUED_BATCHES_MAX: Final = 1_000
 """Batches that wait for one subscriber; later ones are lost to it, which the sequence numbers show."""
 _LINGER_MS: Final = 500
@@ -191,6 +196,7 @@ class Publisher:
         self._batches_max = batches_max
         self._next = time.time_ns() // 1_000_000  # above the numbers before a restart, so subscribers see a gap
         self._begins = -1  # number of the last batch that everything stored begins with
+        self._replays: dict[bytes, int] = {}  # next number by client
         self._encode = msgspec.msgpack.Encoder().encode
         self._sockets: list[zmq.Socket[bytes]] = []
         self._pub = self._listen(zmq.PUB, endpoint)
@@ -200,7 +206,11 @@ class Publisher:
     def _listen(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)
         self._sockets.append(socket)
-        socket.set(zmq.SNDHWM, _QUEUED_BATCHES_MAX if kind == zmq.PUB else 2 * self._batches_max)
+        if kind == zmq.PUB:
+            socket.set(zmq.SNDHWM, _QUEUED_BATCHES_MAX)
+        else:
+            socket.set(zmq.SNDHWM, _QUEUED_REPLAYED_MAX)
+            socket.set(zmq.ROUTER_MANDATORY, 1)  # tells of full queues and of clients that have gone
         socket.set(zmq.MAXMSGSIZE, 1_024)  # of what clients send
         socket.set(zmq.LINGER, 0)
         try:
@@ -222,7 +232,10 @@ class Publisher:
         self._pub.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def wait(self, seconds: float) -> list[tuple[bytes, int]]:
-        """Wait for requests to replay; return client and first number of each."""
+        """Go on with replays, and wait for requests to replay; return client and first number of each."""
+        for client, number in list(self._replays.items()):
+            self._go_on(client, number)
+        seconds = min(seconds, _REPLAY_WAIT_S) if self._replays else seconds
         found = []
         if self._replay.poll(int(1000 * seconds)):
             while len(found) < 64 and self._replay.poll(0):
@@ -236,13 +249,28 @@ class Publisher:
         return first < self._next - len(self._kept) and self._begins < self._next - len(self._kept)
 
     def replay(self, client: bytes, first: int) -> None:
-        for number, payload in self._kept:
-            if number >= first:
-                self._send(client, self._topic, number.to_bytes(8, "big"), payload)
-        self._send(client, b"", _END, b"")
+        """Begin to send a client the batches from a number on, instead of those that it still waits for."""
+        self._replays.pop(client, None)
+        if len(self._replays) == _REPLAYS_MAX:
+            del self._replays[next(iter(self._replays))]
+        self._replays[client] = first
+
+    def _go_on(self, client: bytes, number: int) -> None:
+        """Send batches of a replay until the client's queue is full."""
+        oldest = self._next - len(self._kept)
+        try:
+            for at, payload in itertools.islice(self._kept, min(max(number - oldest, 0), len(self._kept)), None):
+                self._send(client, self._topic, at.to_bytes(8, "big"), payload)
+                self._replays[client] = at + 1
+            self._send(client, b"", _END, b"")
+        except zmq.Again:
+            return
+        except zmq.ZMQError as error:  # EHOSTUNREACH: the client has gone
+            _log.debug("replay_ended error=%r", str(error))
+        del self._replays[client]
 
     def _send(self, client: bytes, *frames: bytes) -> None:
-        self._replay.send_multipart((client, b"", *frames), zmq.NOBLOCK)  # a ROUTER drops what a client does not take
+        self._replay.send_multipart((client, b"", *frames), zmq.NOBLOCK)
 
     def close(self) -> None:
         """Tell subscribers that nothing counts as stored any more, and close."""

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 import zmq
 from click.testing import CliRunner
-from kv_events import AllBlocksCleared, Index, replayed_index
+from kv_events import END, AllBlocksCleared, Index, replayed_index
 from machine import WAIT_MAX_S, free_port, wait_for
 from preloaded import Preloaded
 from storage_support import REPOSITORY, Child, Client, Start, login, make_record
@@ -21,7 +21,7 @@ from storage_support import REPOSITORY, Child, Client, Start, login, make_record
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve_tools import main
-from shadowserve_tools.events import Feed
+from shadowserve_tools.events import Feed, Publisher
 
 USERS = """user ann on >a ~* +@all -@admin tenant=a
 user bob on >b ~* +@all -@admin tenant=b
@@ -179,6 +179,31 @@ def test_a_router_notices_that_the_program_ended_and_began_again(start: Start, r
 
     wait_for(noticed)
     router.wait_until_it_agrees(client)
+
+
+def test_a_client_that_reads_late_gets_the_end_of_its_last_replay() -> None:
+    publisher = Publisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "", 100)
+    for _ in range(100):
+        publisher.publish([{"type": "BlockStored", "block_hashes": [1 << 63] * 20_000}])
+    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+        asking.linger, asking.rcvhwm = 0, 1
+        asking.connect(f"tcp://127.0.0.1:{publisher.replay_port}")
+        for _ in range(3):
+            asking.send_multipart((b"", bytes(8)))
+            for client, first in wait_for(lambda: publisher.wait(0.1)):
+                publisher.replay(client, first)
+        found: list[bytes] = []
+
+        def ended() -> bool:
+            publisher.wait(0)
+            while asking.poll(0 if found[-1:] != [END] else 200):
+                found.append(asking.recv_multipart()[2])
+            return found[-1:] == [END]
+
+        wait_for(ended)
+    publisher.close()
+    first = int.from_bytes(found[-101], "big")
+    assert found[-101:-1] == [number.to_bytes(8, "big") for number in range(first, first + 100)]
 
 
 class ScriptedNode:
