@@ -6,6 +6,7 @@ dropped what a reader lacks, or is another one, the reader starts over.
 """
 
 import secrets
+import time
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -13,6 +14,8 @@ KEY_BYTES: Final = 32
 ENTRY_BYTES: Final = 1 + KEY_BYTES
 STORED, REMOVED, CLEARED = b"+", b"-", b"!" + bytes(KEY_BYTES)
 _SEGMENT_BYTES: Final = 1_024 * ENTRY_BYTES
+_UNREAD_S: Final = 600.0
+"""A log ends that nobody has read for so long: the next reader gets another one."""
 ENTRIES_MAX: Final = 8_192
 """Most entries of one read: 270 KB."""
 
@@ -31,6 +34,7 @@ class _Log:
     def __init__(self) -> None:
         self.name = secrets.token_hex(8).encode()
         self.first = 0  # position of the first entry that is kept
+        self.read_at_s = 0.0  # time of the last read
         self._segments: deque[bytearray] = deque([bytearray()])
         self._last = self._segments[0]
 
@@ -42,13 +46,22 @@ class _Log:
     def end(self) -> int:
         return self.first + self.size // ENTRY_BYTES
 
+    @property
+    def is_full(self) -> bool:
+        """True if the next entry begins a segment."""
+        return len(self._last) == _SEGMENT_BYTES
+
     def add(self, entry: bytes, bytes_max: int) -> None:
-        if len(self._last) == _SEGMENT_BYTES:
+        if self.is_full:
             self._last = bytearray()
             self._segments.append(self._last)
-            while len(self._segments) > 2 and self.size + _SEGMENT_BYTES > bytes_max:
-                self.first += len(self._segments.popleft()) // ENTRY_BYTES
+            self.trim(bytes_max)
         self._last += entry
+
+    def trim(self, bytes_max: int) -> None:
+        """Drop the oldest entries, so that the log with a full last segment has at most that many bytes."""
+        while len(self._segments) > 1 and len(self._segments) * _SEGMENT_BYTES > bytes_max:
+            self.first += len(self._segments.popleft()) // ENTRY_BYTES
 
     def read(self, position: int) -> bytes:
         number, begin = divmod((position - self.first) * ENTRY_BYTES, _SEGMENT_BYTES)
@@ -60,7 +73,7 @@ class _Log:
 
 
 class Changes:
-    """The logs of all tenants; with the pool's lock held. A tenant has a log from its first read() on.
+    """The logs of all tenants; with the pool's lock held. A tenant has a log while somebody reads it.
 
     Attributes:
         entries: Entries that were logged so far.
@@ -80,13 +93,17 @@ class Changes:
     def note(self, tenant: int, sign: bytes, key: bytes) -> None:
         """Log that a chunk key of a tenant came or went."""
         log = self._logs.get(tenant)
-        if log is not None:
-            log.add(sign + key, self.bytes_max // len(self._logs))
-            self.entries += 1
+        if log is None:
+            return
+        if log.is_full and time.monotonic() - log.read_at_s > _UNREAD_S:
+            del self._logs[tenant]
+            return
+        log.add(sign + key, self.bytes_max // len(self._logs))
+        self.entries += 1
 
     def cleared(self, tenant: int | None) -> None:
         """Log that all keys of a tenant, or of all tenants, are gone."""
-        for each in self._logs if tenant is None else (tenant,):
+        for each in list(self._logs) if tenant is None else (tenant,):
             self.note(each, CLEARED[:1], CLEARED[1:])
 
     def read(self, tenant: int, name: bytes, position: int, losses: int) -> Read:
@@ -94,12 +111,20 @@ class Changes:
 
         ``losses``: losses of many keys that are not logged one by one, so far; after each the log has another name.
         """
-        log = self._logs.get(tenant)
-        if log is None:
-            log = self._logs[tenant] = _Log()
+        log = self._logs.get(tenant) or self._open(tenant)
+        log.read_at_s = time.monotonic()
         current = b"%b.%d" % (log.name, losses)
         if name != current or not log.first <= position <= log.end:
             self.missed += name == current
             return Read(current, log.end, None)
         entries = log.read(position)
         return Read(current, position + len(entries) // ENTRY_BYTES, entries)
+
+    def _open(self, tenant: int) -> _Log:
+        """Begin a tenant's log. The others get smaller; with too many, that which nobody has read for longest ends."""
+        if len(self._logs) >= max(1, self.bytes_max // _SEGMENT_BYTES):
+            del self._logs[min(self._logs, key=lambda each: self._logs[each].read_at_s)]
+        opened = self._logs[tenant] = _Log()
+        for log in self._logs.values():
+            log.trim(self.bytes_max // len(self._logs))
+        return opened
