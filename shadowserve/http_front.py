@@ -1,8 +1,8 @@
 """Reader of HTTP requests: one thread reads all connections, and no connection can block it.
 
-A connection has a deadline and a size limit for its request; a body is read only where the program admits it. The number of connections without a complete request is
-limited, in total and per address; over the limit the oldest one of the address with most is closed. Other threads
-answer complete requests, so slow answers do not delay reading.
+A connection has a deadline and a size limit for its request; a body is read only where the program admits it. The
+number of connections without a complete request is limited, in total and per address; over the limit the oldest one of
+the address with most is closed. Other threads answer complete requests, so slow answers do not delay reading.
 """
 
 import contextlib
@@ -32,12 +32,13 @@ _RETRY_S: Final = 0.1
 class Request:
     """A connection and its request, complete or not."""
 
-    __slots__ = ("address", "body_bytes", "data", "ends_s", "on_close", "socket")
+    __slots__ = ("address", "body_bytes", "data", "ends_s", "head_bytes", "on_close", "socket")
 
     def __init__(self, sock: socket.socket, address: str, now_s: float) -> None:
         self.socket = sock  # socket of the connection
         self.address = address  # client's address without port
         self.data = bytearray()  # received bytes
+        self.head_bytes = 0  # length of the header with its empty line; 0 while it is incomplete
         self.body_bytes: int | None = None  # length of the admitted body; None while the header is incomplete
         self.on_close: Callable[[], None] | None = None  # called once, when the connection closes
         self.ends_s = now_s + _REQUEST_TIMEOUT_S
@@ -48,11 +49,13 @@ class Request:
         words = bytes(self.data[:_REQUEST_BYTES_MAX]).split(b"\n", 1)[0].split()
         return words[1].partition(b"?")[0].decode("latin-1") if len(words) >= 2 else ""
 
-    @property
-    def head_bytes(self) -> int:
-        """Length of the header with its empty line; 0 while it is incomplete."""
-        ends = [at + len(end) for end in (b"\r\n\r\n", b"\n\n") if (at := self.data.find(end)) >= 0]
-        return min(ends, default=0)
+    def receive(self, data: bytes) -> None:
+        """Take the next bytes."""
+        begin = max(0, len(self.data) - 3)
+        self.data += data
+        if not self.head_bytes:
+            ends = [at + len(end) for end in (b"\r\n\r\n", b"\n\n") if (at := self.data.find(end, begin)) >= 0]
+            self.head_bytes = min(ends, default=0)
 
     def header(self, name: str) -> bytes:
         """Return the value of the first header line with a name (in lower case); empty without one."""
@@ -183,7 +186,7 @@ class Front:
             return
         except OSError:
             data = b""
-        request.data += data
+        request.receive(data)
         if not data or len(request.data) > _REQUEST_BYTES_MAX + (request.body_bytes or 0):
             self._hang_up(request)
             return
