@@ -7,7 +7,9 @@ an engine looks the prompt up itself, and checks what it loads.
 
 import asyncio
 import concurrent.futures
-from collections.abc import Sequence
+import functools
+import time
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, NamedTuple
 
 import numpy as np
@@ -18,14 +20,15 @@ from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.engines import Engines, Instance
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX
 from shadowserve.errors import StorageError
 from shadowserve.keys import KEY_BYTES, Extra, prefix_chain, record_keys, request_inputs
 from shadowserve.pieces import leading
 from shadowserve.tier import Tier
 
 QUERY_TIMEOUT_S: Final = 2.0
-_KEYS_MAX: Final = 65_536
+_KEYS_MAX: Final = 8_192
+_PART_KEYS: Final = 512
+"""Keys in one request to storage: behind each, other calls get their turn on the event loop, as in lookups."""
 _INSTANCES_MAX: Final = 16
 _NAMES: Final = {"CPU": Tier.MEMORY, "DISK": Tier.DEVICE, "STORAGE": Tier.STORAGE, "COLD": Tier.COLD}
 _MEDIA: Final = {
@@ -88,7 +91,7 @@ class Queries:
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """Return status and answer to a request, within about QUERY_TIMEOUT_S."""
         try:
-            found: tuple[int, Any] = 200, self.paths[path](body)
+            found: tuple[int, Any] = 200, self.paths[path](body, time.monotonic() + QUERY_TIMEOUT_S)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             found = 400, {"error": f"{'.'.join(map(str, first['loc'])) or 'body'}: {first['msg']}"}
@@ -99,20 +102,22 @@ class Queries:
 
     # ---- The two shapes
 
-    def _query(self, body: bytes) -> Any:
+    def _query(self, body: bytes, until_s: float) -> Any:
         query = _Query.model_validate_json(body)
         if query.lora_name:
             raise _Refusal(422, "lora_name: an adapter's records are known by its content, which only engines have")
         allowed = _tiers_of(query.medium)
         found: dict[str, Any] = {}
-        for engine in self._instances(query.model):
+        chain = _chains(query.token_ids, query.cache_salt)
+        for engine in self._instances(query.model, until_s):
             if query.instance_id in (None, engine.name):
-                found[engine.name] = self._hit(engine, query.token_ids, query.cache_salt, allowed)
+                names = [*engine.namespaces, *engine.last_namespaces]
+                records = self._find(names, chain(engine.chain, engine.chunk_tokens), until_s)
+                found[engine.name] = self._hit(engine, records, allowed)
         return {"default": found}
 
-    def _hit(self, engine: Instance, tokens: Sequence[int], salt: str | None, allowed: Sequence[Tier]) -> Any:
+    def _hit(self, engine: Instance, records: _Records, allowed: Sequence[Tier]) -> Any:
         every = len(engine.namespaces)
-        records = self._find([*engine.namespaces, *engine.last_namespaces], _chain(engine, tokens, salt))
         usable = np.isin(records.tiers, allowed)
         ends = usable[every:].all(axis=0)
         reach = leading(usable[:every].all(axis=0)) if every else len(ends)
@@ -131,19 +136,21 @@ class Queries:
             "expected_ms": self._expected_ms(records, needed),
         }
 
-    def _lookup(self, body: bytes) -> Any:
+    def _lookup(self, body: bytes, until_s: float) -> Any:
         query = _Lookup.model_validate_json(body)
+        if len(query.keys) > _KEYS_MAX:
+            raise _Refusal(400, f"keys: at most {_KEYS_MAX}")
         if query.keys:
-            records = self._find([b""], [_key(text) for text in query.keys])
+            records = self._find([b""], [_key(text) for text in query.keys], until_s)
             chunks, known = len(query.keys), records.tiers > 0
         else:
-            engines = self._instances(query.model_name)
+            engines = self._instances(query.model_name, until_s)
             ranked = [each for each in engines if len(each.namespaces) == query.world_size] or engines
             if not ranked:
                 return {"chunks": 0, "results": [], "expected_ms": None}
             names = [*ranked[0].namespaces, *ranked[0].last_namespaces]
-            chain = _chain(ranked[0], query.token_ids, query.cache_salt)
-            records = self._find(names, chain)
+            chain = _chains(query.token_ids, query.cache_salt)(ranked[0].chain, ranked[0].chunk_tokens)
+            records = self._find(names, chain, until_s)
             chunks, known = records.tiers.shape[1], records.tiers > 0
         results = [
             {
@@ -159,15 +166,15 @@ class Queries:
 
     # ---- What both need
 
-    def _instances(self, model: str) -> list[Instance]:
+    def _instances(self, model: str, until_s: float) -> list[Instance]:
         """Return the engines of a model; the event loop's thread changes them."""
 
         async def read() -> list[Instance]:
             return self._engines.instances(model)[-_INSTANCES_MAX:]
 
-        return self._run(read())
+        return self._run(read(), until_s)
 
-    def _find(self, namespaces: Sequence[bytes], chain: Sequence[bytes]) -> _Records:
+    def _find(self, namespaces: Sequence[bytes], chain: Sequence[bytes], until_s: float) -> _Records:
         """Look the records of chunks up. With the namespace ``b""``, the chain has record keys."""
         chain = chain[: _KEYS_MAX // max(len(namespaces), 1)]
         keys = [record_keys(name, chain) if name else list(chain) for name in namespaces]
@@ -175,21 +182,24 @@ class Queries:
         found: list[tuple[int, int, int]] = []
 
         async def look() -> None:
-            for first in range(0, len(flat), QUESTION_KEYS_MAX):
-                part = flat[first : first + QUESTION_KEYS_MAX]
+            before_ms = 0
+            for first in range(0, len(flat), _PART_KEYS):
+                part = flat[first : first + _PART_KEYS]
                 answers = await self._catalog.find([key for _, key in part], fresh=True, waiting=False)
                 for (name, key), (answer, _) in zip(part, answers, strict=True):
-                    found.append(_described(None if self._catalog.is_quarantined(name, key) else answer))
+                    found.append(_described(None if self._catalog.is_quarantined(name, key) else answer, before_ms))
+                before_ms = max([before_ms, *(ms for _, _, ms in found[first:])])  # the bucket brings them in order
 
-        self._run(look())
+        self._run(look(), until_s)
         facts = np.array(found, np.int64).reshape(len(namespaces), len(chain), 3)
         return _Records(keys, facts[:, :, 0], facts[:, :, 1], facts[:, :, 2])
 
-    def _run(self, work: Any) -> Any:
+    def _run(self, work: Any, until_s: float) -> Any:
         """Run a coroutine in the event loop, and wait for its result."""
-        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, QUERY_TIMEOUT_S), self._loop)
+        left_s = max(until_s - time.monotonic(), 0.0)
+        future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, left_s), self._loop)
         try:
-            return future.result(2 * QUERY_TIMEOUT_S)
+            return future.result(left_s + QUERY_TIMEOUT_S)
         except StorageError as error:
             raise _Refusal(503, str(error)) from error
         except (TimeoutError, concurrent.futures.CancelledError) as error:
@@ -211,23 +221,27 @@ class Queries:
         return round(expected)
 
 
-def _described(found: Found) -> tuple[int, int, int]:
+def _described(found: Found, before_ms: int) -> tuple[int, int, int]:
     """Return tier, length, and milliseconds until it is nearer, of what storage has for a key."""
     match found:
         case Stored():
             return int(found.tier), found.length, 0
         case Cold():
-            return int(Tier.COLD), found.length, found.ms
+            return int(Tier.COLD), found.length, before_ms + found.ms
         case Unanswered():
             raise _Refusal(503, f"storage has not answered for some keys: {found.reason}")
     return 0, 0, 0
 
 
-def _chain(engine: Instance, tokens: Sequence[int], salt: str | None) -> list[bytes]:
-    """Return the chunk keys of a prompt's whole chunks, at most as many as a query may ask for."""
-    most = engine.chunk_tokens * (_KEYS_MAX // max(len(engine.namespaces) + len(engine.last_namespaces), 1))
+def _chains(tokens: Sequence[int], salt: str | None) -> Callable[[bytes, int], list[bytes]]:
+    """Return a function that returns the chunk keys of a prompt, given an engine's chain and tokens of a chunk."""
     extra = Extra(request_inputs(salt))
-    return prefix_chain(engine.chain, tokens[:most], chunk_tokens=engine.chunk_tokens, extra=extra)
+
+    @functools.cache
+    def chain(begin: bytes, size: int) -> list[bytes]:
+        return prefix_chain(begin, tokens[: size * _KEYS_MAX], chunk_tokens=size, extra=extra)
+
+    return chain
 
 
 def _tiers_of(medium: list[str] | str | None) -> list[Tier]:
