@@ -33,7 +33,7 @@ class Instance(NamedTuple):
     chain: bytes
     chunk_tokens: int
     namespaces: dict[bytes, None]  # different ones, in order
-    last_namespaces: dict[bytes, None]
+    last_namespaces: dict[bytes, int]  # with the number of last chunks of a hit that need their record
 
 
 class Engines:
@@ -84,7 +84,7 @@ class Engines:
                 key = (index.instance, index.chain, each.description.chunk_tokens)
                 ranks = found.setdefault(key, Instance(*key, {}, {}))
                 ranks.namespaces.update(dict.fromkeys(index.namespaces))
-                ranks.last_namespaces.update(dict.fromkeys(index.last_namespaces))
+                ranks.last_namespaces.update(zip(index.last_namespaces, index.last_chunks, strict=True))
         return list(found.values())
 
     def _warn(self, one: pb.Engine, other: pb.Engine) -> None:

@@ -119,13 +119,17 @@ class Queries:
     def _hit(self, engine: Instance, records: _Records, allowed: Sequence[Tier]) -> Any:
         every = len(engine.namespaces)
         usable = np.isin(records.tiers, allowed)
-        ends = usable[every:].all(axis=0)
+        last = list(engine.last_namespaces.values())
+        ends = np.ones(usable.shape[1], np.bool_)
+        for row, count in zip(usable[every:], last, strict=True):
+            ends &= _whole_behind(row, count)
         reach = leading(usable[:every].all(axis=0)) if every else len(ends)
         chunks = int(np.flatnonzero(ends[:reach])[-1]) + 1 if ends[:reach].any() else 0
         needed = np.zeros(records.tiers.shape, np.bool_)
         needed[:every, :chunks] = True
-        needed[every:, max(chunks - 1, 0) : chunks] = True
-        # A chunk is as far away as the farthest of its records; where only the last one counts, so are all before it.
+        for row, count in zip(needed[every:], last, strict=True):
+            row[max(chunks - count, 0) : chunks] = True
+        # A chunk is as far away as the farthest of its records; where only the last ones count, so are all before it.
         farthest = np.where(needed, records.tiers, 0).max(axis=0, initial=0)[:chunks]
         farthest = np.maximum(farthest, farthest[-1:]) if not every else farthest
         return {
@@ -219,6 +223,12 @@ class Queries:
                 return None
             expected += 1e3 * size / pace if pace else 0.0
         return round(expected)
+
+
+def _whole_behind(usable: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+    """Tell of each chunk whether it and those before it, ``count`` in all, are usable."""
+    misses = np.cumsum(~usable)
+    return misses - np.concatenate((np.zeros(min(count, len(misses)), np.int64), misses[:-count])) == 0
 
 
 def _described(found: Found, before_ms: int) -> tuple[int, int, int]:

@@ -237,6 +237,10 @@ class Validator:
             _count("engine.index", len(digests), 1, _LAYOUTS_MAX, "namespaces")
             if any(len(digest) != KEY_BYTES for digest in (index.chain, *digests)):
                 raise InvalidCall(f"engine.index: a chain and a namespace have {KEY_BYTES} bytes")
+            if len(index.last_chunks) != len(index.last_namespaces) or not all(
+                1 <= chunks <= TOKENS_MAX for chunks in index.last_chunks
+            ):
+                raise InvalidCall(f"engine.index: last_chunks has 1 to {TOKENS_MAX} for each of last_namespaces")
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         try:

@@ -271,6 +271,7 @@ class WorkerSide:
             chain=self._model,
             namespaces=[shape.namespace for part, shape in named if part.group.kind == "full"],
             last_namespaces=[shape.namespace for part, shape in named if part.group.kind != "full"],
+            last_chunks=[part.group.last_chunks for part, _ in named if part.group.kind != "full"],
         )
 
     def handshake(self) -> WorkerHandshake:

@@ -29,8 +29,15 @@ def keys_of_prompt(namespace: bytes, salt: str | None = None) -> list[bytes]:
     return record_keys(namespace, prefix_chain(CHAIN, TOKENS, chunk_tokens=SHAPE.tokens, extra=extra))
 
 
-def engine_of(instance: str, *namespaces: bytes, last: Sequence[bytes] = (), model: str = "m") -> pb.Engine:
-    index = pb.EngineIndex(model=model, instance=instance, chain=CHAIN, namespaces=namespaces, last_namespaces=last)
+def engine_of(instance: str, *namespaces: bytes, last: Sequence[bytes] = (), last_chunks: int = 1, model: str = "m") -> pb.Engine:
+    index = pb.EngineIndex(
+        model=model,
+        instance=instance,
+        chain=CHAIN,
+        namespaces=namespaces,
+        last_namespaces=last,
+        last_chunks=[last_chunks] * len(last),
+    )
     return pb.Engine(model=bytes(32), chunk_tokens=SHAPE.tokens, quantizer="lossless", index=index)
 
 
@@ -101,18 +108,24 @@ async def test_a_query_tells_tokens_tier_bytes_and_time_of_each_engine(storage: 
         assert daemon.metrics.queries["200"] >= 8
 
 
-async def test_of_a_window_only_the_last_chunk_of_a_hit_counts(storage: Server) -> None:
+async def test_of_a_window_only_the_last_chunks_of_a_hit_count(storage: Server) -> None:
     full, window = keys_of_prompt(SHAPE.namespace), keys_of_prompt(WINDOW)
-    for key in (*full[:4], window[1]):
+    for key in (*full[:4], window[1], window[3]):
         storage.put(key, make_record(SHAPE, key, 0))
     async with asked(storage) as daemon:
         await hello(daemon, engine_of("one", SHAPE.namespace, last=[WINDOW]))
         await hello(daemon, engine_of("states", last=[WINDOW]))
+        await hello(daemon, engine_of("two", SHAPE.namespace, last=[WINDOW], last_chunks=2))
         body = {"model": "m", "token_ids": TOKENS}
         _, answer = await asyncio.to_thread(post, daemon.metrics_port, "/query", body)
+        storage.put(window[2], make_record(SHAPE, window[2], 0))
+        _, later = await asyncio.to_thread(post, daemon.metrics_port, "/query", body)
     found = answer["default"]
-    assert {found[name]["longest_matched"] for name in ("one", "states")} == {2 * SHAPE.tokens}
-    assert found["states"]["STORAGE"] == 2 * SHAPE.tokens
+    assert {found[name]["longest_matched"] for name in ("one", "states")} == {4 * SHAPE.tokens}
+    assert found["states"]["STORAGE"] == 4 * SHAPE.tokens and found["two"]["longest_matched"] == 0
+    size = len(make_record(SHAPE, full[0], 0))
+    assert later["default"]["two"]["longest_matched"] == 4 * SHAPE.tokens
+    assert later["default"]["two"]["stored_bytes"] == pytest.approx(6 * size, rel=0.1)
 
 
 @pytest.mark.parametrize(
