@@ -23,6 +23,7 @@ NODES_MAX: Final = members.MEMBERS_MAX
 CoreList = Literal["auto"] | list[Annotated[int, Field(ge=CORE_ANY, le=4095)]]
 """Core of each thread of a stage; -1 for a thread that is not pinned; ``auto`` for a choice by the machine's size."""
 
+_TOKEN_MIN: Final = 16
 Positive = Annotated[float, Field(gt=0, le=86400)]
 
 
@@ -77,6 +78,9 @@ class DataPlaneConfig(Section):
     """Address of the HTTP endpoint with /metrics, /healthz and /readyz."""
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """Port of the HTTP endpoint; none for no endpoint, 0 takes a free port."""
+    query_token: SecretStr = SecretStr("")
+    """Token of routers that may POST /query and /directory/lookup to the HTTP endpoint (docs/guides/routers.md), at least
+    16 characters; empty for no queries. Prefer SHADOWSERVE_DPU_QUERY_TOKEN to a file."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log lines."""
     log_format: LogFormat = "text"
@@ -227,6 +231,11 @@ class DataPlaneConfig(Section):
     def _check_storage_tls(self) -> Self:
         if not (self.storage or self.storage_nodes or self.storage_cluster or self.tiers):
             raise ValueError("neither storage nor tiers are configured: nothing could be stored")
+        if token := self.query_token.get_secret_value():
+            if self.metrics_port is None:
+                raise ValueError("query_token needs metrics_port: queries come to the HTTP endpoint")
+            if len(token) < _TOKEN_MIN or not token.isascii() or not token.isprintable() or " " in token:
+                raise ValueError(f"query_token has at least {_TOKEN_MIN} visible ASCII characters")
         check_pair(self.storage_tls_cert, self.storage_tls_key, prefix="storage_")
         if (self.storage_tls_cert or self.storage_server_name) and not self.storage_tls_ca:
             given = "storage_tls_cert" if self.storage_tls_cert else "storage_server_name"

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from dpu_dataplane.log_limiter import LogLimiter
 from shadowserve.proto import dataplane_pb2 as pb
@@ -23,6 +23,17 @@ class _Engine:
     description: pb.Engine  # its description, with its process
     namespaces: set[bytes]  # namespaces of its chunks; memory registered for one of them shows that it runs
     hello_s: float  # monotonic time of its last Hello
+    index: pb.EngineIndex | None  # how tokens become its keys
+
+
+class Instance(NamedTuple):
+    """A running engine: how tokens become the keys of its ranks' records (EngineIndex)."""
+
+    name: str
+    chain: bytes
+    chunk_tokens: int
+    namespaces: dict[bytes, None]  # different ones, in order
+    last_namespaces: dict[bytes, int]  # with the number of last chunks of a hit that need their record
 
 
 class Engines:
@@ -39,11 +50,13 @@ class Engines:
         engine = pb.Engine()
         engine.CopyFrom(request.engine)
         engine.process = request.process
+        index = engine.index if engine.HasField("index") else None
+        engine.ClearField("index")
         key = engine.SerializeToString(deterministic=True)
         known = self._engines.pop(key, None)
         namespaces = known.namespaces if known else set()
         namespaces.add(request.layout.namespace)
-        self._engines[key] = _Engine(engine, namespaces, time.monotonic())
+        self._engines[key] = _Engine(engine, namespaces, time.monotonic(), index)
         while len(self._engines) > _ENGINES_MAX:
             del self._engines[next(iter(self._engines))]
         others = {_form(each): each for each in self.running() if _differs(each, engine)}
@@ -53,12 +66,26 @@ class Engines:
 
     def running(self) -> list[pb.Engine]:
         """Return the engines with registered memory or a Hello just now; the newest last."""
+        return [each.description for each in self._running()]
+
+    def _running(self) -> list[_Engine]:
         registered, now = self._registered(), time.monotonic()
         return [
-            each.description
+            each
             for each in self._engines.values()
             if now - each.hello_s < _NEW_S or not each.namespaces.isdisjoint(registered)
         ]
+
+    def instances(self, model: str) -> list[Instance]:
+        """Return the running engines of a model, by the name that their users have for it."""
+        found: dict[tuple[str, bytes, int], Instance] = {}
+        for each in self._running():
+            if (index := each.index) is not None and index.model == model:
+                key = (index.instance, index.chain, each.description.chunk_tokens)
+                ranks = found.setdefault(key, Instance(*key, {}, {}))
+                ranks.namespaces.update(dict.fromkeys(index.namespaces))
+                ranks.last_namespaces.update(zip(index.last_namespaces, index.last_chunks, strict=True))
+        return list(found.values())
 
     def _warn(self, one: pb.Engine, other: pb.Engine) -> None:
         """Log a difference once for each pair of configurations."""

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import mmap
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -158,18 +159,25 @@ class Fetcher:
         Beside an engine that decodes, the call ends early with OUTCOME_BATCH_FULL, because other calls wait. Returns
         once nothing reads or writes the regions any more. QueueFullError if too many fetches wait.
         """
+        metrics, began_s = self.resources.metrics, time.monotonic()
+        tier_bytes, was_cold = metrics.totals["tier_bytes"], False
         try:
             with self.tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
                 outcome, detail = await self._fetch_in_turn(job, fetch)
                 while fetch.cold or fetch.goes_on:
                     if fetch.cold:
+                        was_cold = True
                         await self._wait_for_cold(job, fetch)
                     outcome, detail = await self._fetch_in_turn(job, fetch)
         except ENDINGS as error:
             outcome, detail = ending_of(error)
         delivered_bytes = fetch.delivered_bytes()
-        self.resources.metrics.totals["fetched_bytes"] += fetch.fetched_bytes
-        self.resources.metrics.totals["delivered_bytes"] += delivered_bytes
+        metrics.totals["fetched_bytes"] += fetch.fetched_bytes
+        metrics.totals["delivered_bytes"] += delivered_bytes
+        if fetch.fetched_bytes and not was_cold:
+            is_local = 2 * (metrics.totals["tier_bytes"] - tier_bytes) >= fetch.fetched_bytes  # others may add some
+            now_s = time.monotonic()
+            (metrics.local_pace if is_local else metrics.storage_pace).add(fetch.fetched_bytes, now_s - began_s, now_s)
         return pb.FetchResponse(
             delivered=[pack(part.delivered) for part in fetch.parts],
             outcome=outcome,

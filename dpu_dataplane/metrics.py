@@ -41,6 +41,7 @@ COUNTS: Final = {
     "fetches": ("Fetch calls", "outcome"),
     "stores": ("Store calls", "outcome"),
     "lookups": ("Lookup calls", "outcome"),
+    "queries": ("Queries of routers", "status"),
     "integrity_failures": ("Faulty records", "reason"),
     "tier_records": ("Records in local tiers: fetched, kept, dropped or lost", "what"),
     "storage_nodes_reads": ("Records read from the first choice of several storage nodes, or another one", "choice"),
@@ -62,6 +63,8 @@ _STAGES: Final = {
     "stage_output_bytes": "Bytes out of a stage",
 }
 
+_PACE_HALF_LIFE_S: Final = 30.0
+
 _logger = logging.getLogger(__name__)
 
 Gauges = dict[str, tuple[str, Callable[[], float]]]
@@ -70,6 +73,22 @@ Gauges = dict[str, tuple[str, Callable[[], float]]]
 def outcome_name(outcome: int) -> str:
     """Return an Outcome's name for metrics: lower case, without its prefix."""
     return Outcome.Name(outcome).removeprefix("OUTCOME_").lower()
+
+
+class Pace:
+    """How fast recent fetches were, waiting included: decayed sums."""
+
+    def __init__(self) -> None:
+        self._bytes = self._seconds = self._at_s = 0.0
+
+    def add(self, size: int, seconds: float, now_s: float) -> None:
+        kept = 0.5 ** ((now_s - self._at_s) / _PACE_HALF_LIFE_S)
+        self._bytes, self._seconds, self._at_s = self._bytes * kept + size, self._seconds * kept + seconds, now_s
+
+    @property
+    def bytes_per_s(self) -> float | None:
+        """None before the first fetch."""
+        return self._bytes / self._seconds if self._seconds > 0 else None
 
 
 @dataclass(eq=False)
@@ -82,10 +101,13 @@ class Metrics:
     docs/reference/combinations.md has the reasons of ``slower_paths``.
     """
 
+    local_pace: Pace = field(default_factory=Pace)  # of fetches most of whose bytes came from local tiers
+    storage_pace: Pace = field(default_factory=Pace)  # of the others
     pipeline: native.Pipeline | None = None  # whose stages are counted
     fetches: Counter[str] = field(default_factory=Counter)
     stores: Counter[str] = field(default_factory=Counter)
     lookups: Counter[str] = field(default_factory=Counter)
+    queries: Counter[str] = field(default_factory=Counter)
     integrity_failures: Counter[str] = field(default_factory=Counter)
     tier_records: Counter[str] = field(default_factory=Counter)
     storage_nodes_reads: Counter[str] = field(default_factory=Counter)

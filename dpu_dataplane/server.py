@@ -24,6 +24,7 @@ from dpu_dataplane.interference import InterferenceBudget
 from dpu_dataplane.jobs import JobQueue
 from dpu_dataplane.log_limiter import LogLimiter
 from dpu_dataplane.metrics import Metrics, resident_bytes
+from dpu_dataplane.queries import Queries
 from dpu_dataplane.registrations import Registrations
 from dpu_dataplane.service import DataPlaneService
 from dpu_dataplane.sources.selection import nodes_max, source_of
@@ -34,7 +35,7 @@ from shadowserve import native, spans
 from shadowserve.addresses import join_address, split_address
 from shadowserve.cores import confine
 from shadowserve.errors import ConfigurationError, NativeError
-from shadowserve.health import Check, Endpoint, answers, check
+from shadowserve.health import Check, Endpoint, Posts, answers, check
 from shadowserve.logs import configure_logging
 from shadowserve.memory_limit import check_memory
 from shadowserve.proto import dataplane_pb2, dataplane_pb2_grpc
@@ -137,7 +138,10 @@ class Daemon:
         self._add_gauges(fetcher, storer, registrations, hosts)
         self._exit.push_async_callback(_stop_task, asyncio.create_task(_expire(hosts, self._log, config)))
         if config.metrics_port is not None:
-            self._serve_metrics(config.metrics_host, config.metrics_port)
+            token = config.query_token.get_secret_value()
+            queries = Queries(self._loop, service.engines, catalog, self.metrics)
+            posts = Posts(token, queries.paths, queries.answer) if token else None
+            self._serve_metrics(config.metrics_host, config.metrics_port, posts)
         await self._serve(service)
 
     def _add_gauges(self, fetcher: Fetcher, storer: Storer, registrations: Registrations, hosts: HostTable) -> None:
@@ -156,9 +160,11 @@ class Daemon:
             "up_seconds": ("Time since the start", lambda: time.monotonic() - started_s),
         }
 
-    def _serve_metrics(self, host: str, port: int) -> None:
+    def _serve_metrics(self, host: str, port: int, posts: Posts | None) -> None:
         try:
-            endpoint = Endpoint(host, port, self.metrics.registry, health=self.health, ready=self.readiness)
+            endpoint = Endpoint(
+                host, port, self.metrics.registry, health=self.health, ready=self.readiness, posts=posts
+            )
         except OSError as error:
             where = join_address(host, port)
             raise ConfigurationError(f"metrics_host, metrics_port: cannot listen on {where}: {error}") from error

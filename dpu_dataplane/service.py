@@ -113,7 +113,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._validate = Validator()
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()
-        self._engines = Engines(registrations.namespaces, log)
+        self.engines = Engines(registrations.namespaces, log)
         self._fetch_counts = _CallCounts("Fetch", pb.FetchResponse, metrics.fetches, metrics.fetch_seconds)
         self._store_counts = _CallCounts("Store", pb.StoreResponse, metrics.stores, metrics.store_seconds)
         self.hosts = hosts
@@ -166,7 +166,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             device=backend.description,
             memory_kinds=self._registrations.kinds,
             page_devices=self._page_loader is not None,
-            differences=self._engines.enter(request) if request.HasField("engine") else (),
+            differences=self.engines.enter(request) if request.HasField("engine") else (),
         )
 
     def _check_shape(self, layout: ChunkLayout, chunk_bytes: int) -> None:
@@ -242,7 +242,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             ],
             fetch_outcomes=dict(metrics.fetches),
             store_outcomes=dict(metrics.stores),
-            engines=self._engines.running(),
+            engines=self.engines.running(),
             storage=storage,
             storage_connected=connected,
             up_seconds=time.monotonic() - self._started_s,

@@ -28,6 +28,8 @@ _JOB_ID_MAX = 128
 _HOST_MAX = 64
 _PROCESS_MAX = 256
 _QUANTIZER_MAX = 64
+_MODEL_MAX = 256
+_INSTANCE_MAX = 128
 _SECONDS_MAX = 1e6
 _NAME_MAX = 32
 _WAYS_MAX = 8
@@ -233,6 +235,18 @@ class Validator:
             raise InvalidCall(f"engine: model has {KEY_BYTES} bytes, and chunk_tokens is 1 to {TOKENS_MAX}")
         if not engine.quantizer.isprintable() or not 1 <= len(engine.quantizer) <= _QUANTIZER_MAX or engine.process:
             raise InvalidCall(f"engine: quantizer has 1 to {_QUANTIZER_MAX} printable characters, and process none")
+        if engine.HasField("index"):
+            index = engine.index
+            _count("engine.index.model", len(index.model), 1, _MODEL_MAX, "characters")
+            _count("engine.index.instance", len(index.instance), 1, _INSTANCE_MAX, "characters")
+            digests = [*index.namespaces, *index.last_namespaces]
+            _count("engine.index", len(digests), 1, _LAYOUTS_MAX, "namespaces")
+            if any(len(digest) != KEY_BYTES for digest in (index.chain, *digests)):
+                raise InvalidCall(f"engine.index: a chain and a namespace have {KEY_BYTES} bytes")
+            if len(index.last_chunks) != len(index.last_namespaces) or not all(
+                1 <= chunks <= TOKENS_MAX for chunks in index.last_chunks
+            ):
+                raise InvalidCall(f"engine.index: last_chunks has 1 to {TOKENS_MAX} for each of last_namespaces")
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         try:

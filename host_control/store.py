@@ -115,6 +115,7 @@ class StoreQueue:
         recent_keys: Number of keys that are remembered as stored.
         retry_interval: Seconds between attempts to connect while there is nothing to store.
         plain: Store uncompressed, so that devices can bring the chunks into pages.
+        reports_max: Most keys of stored chunks that wait for :meth:`take_stored`; the oldest are dropped.
 
     Attributes:
         last_error: Reason of the last failure to connect.
@@ -133,6 +134,7 @@ class StoreQueue:
         recent_keys: int = 65536,
         retry_interval: float = 1.0,
         plain: bool = False,
+        reports_max: int = 0,
     ) -> None:
         self._client = client
         self._registration = registration
@@ -155,6 +157,7 @@ class StoreQueue:
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
+        self._stored: collections.deque[bytes] = collections.deque(maxlen=reports_max)
         self.details: dict[str, str] = {}
         prefix = secrets.token_hex(8)
         self._job_ids = (f"{prefix}-{number}" for number in itertools.count(1))
@@ -274,6 +277,17 @@ class StoreQueue:
         with self._condition:
             counts, self._counts = self._counts, collections.Counter()
         return dict(counts)
+
+    @property
+    def has_stored(self) -> bool:
+        return bool(self._stored)
+
+    def take_stored(self) -> list[bytes]:
+        """Return the keys of chunks that were stored since the last call, in their order."""
+        with self._condition:
+            stored = list(self._stored)
+            self._stored.clear()
+        return stored
 
     def wait_tried(self, timeout: float) -> bool:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
@@ -409,7 +423,10 @@ class StoreQueue:
         if not answer.quiet:
             # The data plane may still be reading these slots, so nothing is written into them again.
             self._registration.retire(release=True)
-        self._give_back(list(itertools.compress(batch, answer.stored)))
+        stored = list(itertools.compress(batch, answer.stored))
+        with self._condition:
+            self._stored.extend(staged.key for staged in stored)
+        self._give_back(stored)
         self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
 
     def _move(self, batch: list[_Staged], segment: Memory) -> list[_Staged]:

@@ -41,14 +41,15 @@ _SPEC = "block_size prefix_cacheable"
 OBJECTS = {
     "vllm.config.VllmConfig": "model_config cache_config parallel_config scheduler_config load_config lora_config "
     "speculative_config kv_transfer_config compilation_config attention_config instance_id quant_config "
-    "max_concurrent_batches offload_config",
+    "max_concurrent_batches offload_config kv_events_config",
+    "vllm.config.kv_events.KVEventsConfig": "enable_kv_cache_events",
     "vllm.config.OffloadConfig": "offload_backend prefetch",
     "vllm.config.offload.PrefetchOffloadConfig": "offload_group_size",
     "vllm.v1.engine.core.EngineCore": "collective_rpc reset_prefix_cache wake_up",
     "vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts": "get_expert_weights",
     "vllm.config.ModelConfig": "model revision code_revision dtype seed max_model_len hf_config hf_text_config "
     "runner_type trust_remote_code is_encoder_decoder is_multimodal_model is_prefix_caching_supported "
-    "multimodal_config get_total_num_kv_heads",
+    "multimodal_config get_total_num_kv_heads served_model_name",
     "vllm.config.CacheConfig": "cache_dtype enable_prefix_caching prefix_caching_hash_algo",
     "vllm.config.ParallelConfig": "tensor_parallel_size pipeline_parallel_size prefill_context_parallel_size "
     "decode_context_parallel_size enable_eplb",
@@ -56,7 +57,7 @@ OBJECTS = {
     "vllm.config.LoadConfig": "load_format download_dir model_loader_extra_config",
     "vllm.config.LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora",
     "vllm.config.SpeculativeConfig": "method model draft_model_config use_eagle use_eagle_block_drop",
-    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer",
+    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer engine_id",
     "vllm.config.CompilationConfig": "static_forward_context pass_config",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec enable_kv_transfer",
@@ -75,7 +76,7 @@ OBJECTS = {
     "vllm.v1.request.Request": "request_id prompt_token_ids prompt_embeds all_token_ids num_tokens num_prompt_tokens "
     "num_computed_tokens num_preemptions lora_request mm_features cache_salt pooling_params skip_reading_prefix_cache "
     "resumable trace_headers",
-    "vllm.lora.request.LoRARequest": "lora_int_id lora_path load_inplace is_3d_lora_weight",
+    "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path load_inplace is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",
     "vllm.v1.core.sched.output.SchedulerOutput": "scheduled_new_reqs scheduled_cached_reqs num_scheduled_tokens "

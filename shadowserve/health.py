@@ -7,20 +7,22 @@ Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning
 
 No client can delay a probe, which would cause a restart: one thread reads the requests of all connections
 (http_front.py), another answers only /healthz and /readyz, and its answers fit the socket's buffer. Other threads
-answer /metrics and the page. Requests over the loopback interface must name it by IP address or as localhost, against
+answer /metrics and the page, and others POST requests with a token. Requests over the loopback interface must name it by IP address or as localhost, against
 web pages that use DNS rebinding.
 """
 
 import contextlib
 import functools
+import hmac
 import http.server
 import io
 import ipaddress
+import json
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -43,6 +45,10 @@ _PROBES_MAX: Final = 64
 _OTHERS_THREADS: Final = 4
 _OTHERS_MAX: Final = 16
 """Waiting requests for metrics; further ones get 503."""
+_POSTS_THREADS: Final = 2
+_POSTS_MAX: Final = 16
+"""POST requests that are received, wait or run at the same time; further ones get 503. It bounds the memory of bodies."""
+_BODY_BYTES_MAX: Final = 2 << 20
 _ANSWER_TIMEOUT_S: Final = 10.0
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests\n"
 _CONTENT_TYPE: Final = "text/plain; charset=utf-8"
@@ -67,6 +73,22 @@ class Check:
 
 
 Checks = Callable[[], Iterable[Check]]
+
+
+@dataclass(frozen=True, slots=True)
+class Posts:
+    """POST requests that a program answers to clients that have the token.
+
+    ``answer`` gets the path and the body, in a thread that it may block for some seconds, and returns status and JSON.
+    """
+
+    token: str
+    paths: Collection[str]
+    answer: Callable[[str, bytes], tuple[int, Any]]
+
+    def allow(self, request: Request) -> bool:
+        given = request.header("authorization")
+        return hmac.compare_digest(given, b"Bearer " + self.token.encode())
 
 
 def check(name: str, ok: bool, well: str, ill: str, *, fatal: bool = True) -> Check:
@@ -99,6 +121,7 @@ class Endpoint:
         health: Checks = tuple,
         ready: Checks = tuple,
         summaries: Summaries | None = None,
+        posts: Posts | None = None,
     ) -> None:
         """Start the server; port 0 selects a free port. OSError: it cannot listen on the address.
 
@@ -109,12 +132,19 @@ class Endpoint:
         self._checks = dict(zip(_PROBES, (health, ready), strict=True))
         self._probes: queue.Queue[Request | None] = queue.Queue(_PROBES_MAX)
         self._others: queue.Queue[Request | None] = queue.Queue(_OTHERS_MAX)
-        self._front = Front(host, port, self._take)
+        self._posted: queue.Queue[Request | None] = queue.Queue(_POSTS_MAX)
+        self._posts = posts
+        self._posts_open = threading.Semaphore(_POSTS_MAX)
+        self._front = Front(host, port, self._take, self._admit)
         self.port = self._front.port  # TCP port of the server
         self._threads = [threading.Thread(target=self._answer_probes, name="health", daemon=True)]
         self._threads += [
-            threading.Thread(target=self._answer_others, name=f"metrics-{number}", daemon=True)
+            threading.Thread(target=self._answer_others, args=(self._others,), name=f"metrics-{number}", daemon=True)
             for number in range(_OTHERS_THREADS)
+        ]
+        self._threads += [
+            threading.Thread(target=self._answer_others, args=(self._posted,), name=f"posts-{number}", daemon=True)
+            for number in range(_POSTS_THREADS if posts is not None else 0)
         ]
         for thread in self._threads:
             thread.start()
@@ -127,11 +157,31 @@ class Endpoint:
         with contextlib.suppress(queue.Full):
             for _ in range(_OTHERS_THREADS):
                 self._others.put_nowait(None)
+        with contextlib.suppress(queue.Full):
+            for _ in range(_POSTS_THREADS):
+                self._posted.put_nowait(None)
         self._threads[0].join(HEALTH_TIMEOUT_S)
 
+    def _admit(self, request: Request) -> int:
+        """Return the length of the body to read: none without the token, or while too many others are received."""
+        posts, length = self._posts, request.header("content-length")
+        if posts is None or not request.data.startswith(b"POST ") or not posts.allow(request):
+            return 0
+        if not length.isdigit() or len(length) > 9 or int(length) > _BODY_BYTES_MAX:
+            return 0
+        if not self._posts_open.acquire(blocking=False):
+            return 0
+        request.on_close = self._posts_open.release
+        return int(length)
+
     def _take(self, request: Request) -> None:
+        takes = self._others
+        if request.on_close is not None:
+            takes = self._posted
+        elif request.path in self._checks:
+            takes = self._probes
         try:
-            (self._probes if request.path in self._checks else self._others).put_nowait(request)
+            takes.put_nowait(request)
         except queue.Full:
             _send(request, _BUSY)
 
@@ -155,8 +205,8 @@ class Endpoint:
             if None in requests:
                 return
 
-    def _answer_others(self) -> None:
-        while (request := self._others.get()) is not None:
+    def _answer_others(self, requests: "queue.Queue[Request | None]") -> None:
+        while (request := requests.get()) is not None:
             try:
                 answer = self._answer(request, list)
             except Exception:
@@ -167,7 +217,7 @@ class Endpoint:
 
     def _answer(self, request: Request, checks: Checks) -> bytes:
         """Return the HTTP answer to a complete request."""
-        return _Handler(request, checks, self._registry, self._page).wfile.getvalue()
+        return _Handler(request, checks, self._registry, self._page, self._posts).wfile.getvalue()
 
 
 class Watchdog:
@@ -222,8 +272,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
     wfile: io.BytesIO
 
-    def __init__(self, request: Request, checks: Checks, registry: CollectorRegistry, page: Page) -> None:
+    def __init__(
+        self, request: Request, checks: Checks, registry: CollectorRegistry, page: Page, posts: Posts | None
+    ) -> None:
         self._checks, self._registry, self._page = checks, registry, page
+        self._request, self._posts = request, posts
         self._is_loopback = False
         with contextlib.suppress(OSError):
             self._is_loopback = is_loopback(str(request.socket.getsockname()[0]))
@@ -264,6 +317,30 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._reply(404, _CONTENT_TYPE, b"known paths: /, /metrics, /healthz and /readyz\n")
 
     do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        posts, path = self._posts, self.path.partition("?")[0]
+        if posts is None:
+            self.send_error(501, "Unsupported method ('POST')")
+            return
+        status, answer = 404, {"error": f"known paths: {', '.join(posts.paths)}"}
+        if path not in posts.paths:
+            pass
+        elif not posts.allow(self._request):
+            status, answer = 401, {"error": "send the header 'Authorization: Bearer TOKEN' with the configured token"}
+        elif not self._request.header("content-length").isdigit():
+            status, answer = 411, {"error": "send a Content-Length"}
+        elif int(self._request.header("content-length")[:20]) > _BODY_BYTES_MAX:
+            status, answer = 413, {"error": f"a body has at most {_BODY_BYTES_MAX} bytes"}
+        elif self._request.on_close is None:
+            status, answer = 503, {"error": "too many requests"}
+        else:
+            try:
+                status, answer = posts.answer(path, self._request.body)
+            except Exception:  # a bug must be visible in the log and to the caller
+                _log.exception("post_failed path=%s", path)
+                status, answer = 500, {"error": "this failed; see the log"}
+        self._reply(status, "application/json", json.dumps(answer).encode())
 
     def _reply(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)

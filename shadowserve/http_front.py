@@ -1,8 +1,8 @@
 """Reader of HTTP requests: one thread reads all connections, and no connection can block it.
 
-A connection has a deadline and a size limit for its request. The number of connections without a complete request is
-limited, in total and per address; over the limit the oldest one of the address with most is closed. Other threads
-answer complete requests, so slow answers do not delay reading.
+A connection has a deadline and a size limit for its request; a body is read only where the program admits it. The
+number of connections without a complete request is limited, in total and per address; over the limit the oldest one of
+the address with most is closed. Other threads answer complete requests, so slow answers do not delay reading.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ _AWAITED_OF_ADDRESS_MAX: Final = 96
 _BACKLOG: Final = 511
 _ACCEPTS_PER_TURN: Final = 64
 _RECEIVE_BYTES: Final = 4 << 10
+_RECEIVE_BODY_BYTES: Final = 64 << 10
 _RETRY_S: Final = 0.1
 """Pause of accepting connections when the process has no descriptors left."""
 
@@ -31,23 +32,43 @@ _RETRY_S: Final = 0.1
 class Request:
     """A connection and its request, complete or not."""
 
-    __slots__ = ("address", "data", "ends_s", "socket")
+    __slots__ = ("address", "body_bytes", "data", "ends_s", "head_bytes", "on_close", "socket")
 
     def __init__(self, sock: socket.socket, address: str, now_s: float) -> None:
         self.socket = sock  # socket of the connection
         self.address = address  # client's address without port
-        self.data = b""  # received bytes
+        self.data = bytearray()  # received bytes
+        self.head_bytes = 0  # length of the header with its empty line; 0 while it is incomplete
+        self.body_bytes: int | None = None  # length of the admitted body; None while the header is incomplete
+        self.on_close: Callable[[], None] | None = None  # called once, when the connection closes
         self.ends_s = now_s + _REQUEST_TIMEOUT_S
 
     @property
     def path(self) -> str:
         """Requested path without query; empty if the first line is not HTTP."""
-        words = self.data.split(b"\n", 1)[0].split()
+        words = bytes(self.data[:_REQUEST_BYTES_MAX]).split(b"\n", 1)[0].split()
         return words[1].partition(b"?")[0].decode("latin-1") if len(words) >= 2 else ""
 
+    def receive(self, data: bytes) -> None:
+        """Take the next bytes."""
+        begin = max(0, len(self.data) - 3)
+        self.data += data
+        if not self.head_bytes:
+            ends = [at + len(end) for end in (b"\r\n\r\n", b"\n\n") if (at := self.data.find(end, begin)) >= 0]
+            self.head_bytes = min(ends, default=0)
+
+    def header(self, name: str) -> bytes:
+        """Return the value of the first header line with a name (in lower case); empty without one."""
+        for line in bytes(self.data[: self.head_bytes]).splitlines()[1:]:
+            key, _, value = line.partition(b":")
+            if key.lower() == name.encode():
+                return value.strip()
+        return b""
+
     @property
-    def is_whole(self) -> bool:
-        return b"\r\n\r\n" in self.data or b"\n\n" in self.data
+    def body(self) -> bytes:
+        begin = self.head_bytes
+        return bytes(self.data[begin : begin + (self.body_bytes or 0)])
 
     @property
     def closed(self) -> bool:
@@ -57,20 +78,32 @@ class Request:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
         self.socket.close()
+        on_close, self.on_close = self.on_close, None
+        if on_close is not None:
+            on_close()
 
 
 class Front:
     """A listening socket and the thread that reads requests."""
 
-    def __init__(self, host: str, port: int, answer: Callable[[Request], None]) -> None:
-        """Start to listen; ``answer`` gets each complete request in the reading thread, and must not block."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        answer: Callable[[Request], None],
+        admit: Callable[[Request], int] = lambda request: 0,
+    ) -> None:
+        """Start to listen; ``answer`` gets each complete request in the reading thread, and must not block.
+
+        ``admit`` gets a request whose header is complete, and returns how long a body is read.
+        """
         family, _, _, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         self._listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]  # TCP port of the socket
-        self._answer = answer
+        self._answer, self._admit = answer, admit
         self._awaited: dict[str, dict[socket.socket, Request]] = {}  # by address, the oldest first
         self._count = 0
         self._stopped = False
@@ -148,15 +181,18 @@ class Front:
 
     def _read(self, request: Request) -> None:
         try:
-            data = request.socket.recv(_RECEIVE_BYTES)
+            data = request.socket.recv(_RECEIVE_BODY_BYTES if request.body_bytes else _RECEIVE_BYTES)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:
             data = b""
-        request.data += data
-        if not data or len(request.data) > _REQUEST_BYTES_MAX:
+        request.receive(data)
+        if not data or len(request.data) > _REQUEST_BYTES_MAX + (request.body_bytes or 0):
             self._hang_up(request)
-        elif request.is_whole:
+            return
+        if request.body_bytes is None and request.head_bytes:
+            request.body_bytes = self._admit(request)
+        if request.body_bytes is not None and len(request.data) >= request.head_bytes + request.body_bytes:
             self._forget(request)
             self._answer(request)
 

@@ -129,6 +129,15 @@ class Extra:
     inputs: tuple[Input, ...] = ()  # inputs at places of the prompt. Each affects its own chunk and all later chunks
 
 
+def request_inputs(salt: str | None, epoch: str = "", **more: Any) -> bytes:
+    """Return :attr:`Extra.request` of a request with a salt and ``more`` inputs, in an epoch of the weights."""
+    described = {"salt": salt, "epoch": epoch, **more}
+    if not any(described.values()):
+        return b""
+    text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).digest()
+
+
 def _digest(fields: dict[str, Any]) -> bytes:
     """Return the SHA-256 of the canonical JSON of the fields and the schema version."""
     fields = fields | {"schema_version": SCHEMA_VERSION}
@@ -281,6 +290,14 @@ def _as_uint32(tokens: Sequence[int] | npt.NDArray[np.integer]) -> memoryview:
     if low < 0 or high >= 1 << 32:
         raise OverflowError(f"token IDs are {low} to {high}; they must be 0 to 2**32 - 1")
     return memoryview(tokens.astype("<u4").tobytes())
+
+
+def block_hash(key: bytes) -> int:
+    """Return the block hash that KV events have for a record: the first 8 bytes of its key.
+
+    Routers keep 64 bits of a hash. The last 8 bytes of a key are the same for all records of a segment.
+    """
+    return int.from_bytes(key[:8], "big")
 
 
 def storage_key(key: bytes) -> bytes:

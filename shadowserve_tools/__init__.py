@@ -20,6 +20,7 @@ COMMANDS: Final = {
     "trace": "shadowserve_tools.trace:trace",
     "pool": "shadowserve_tools.pool:pool",
     "drain": "shadowserve_tools.drain:drain",
+    "events": "shadowserve_tools.events:events",
     "verify": "shadowserve_tools.verify:verify",
     "size": "shadowserve_tools.size:size",
     "stats": "shadowserve_tools.stats:stats",

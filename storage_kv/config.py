@@ -185,6 +185,9 @@ class StorageConfig(PoolConfig, AccessConfig):
     """No more commands of a client are executed while more bytes of its replies wait."""
     read_ahead_bytes_max: ByteSize = Field(ByteSize(32 << 20), ge=1 << 12)
     """Limit of one client's replies that are read from devices or wait behind such a reply."""
+    events_bytes_max: ByteSize = Field(ByteSize(0), ge=0)
+    """Limit of the logs of stored and removed keys that KV.EVENTS reads, 33 bytes for each change; tenants with readers
+    have equal shares. 0: no logs (docs/guides/routers.md)."""
     idle_timeout_s: float = Field(0.0, ge=0.0)
     """Close clients that have sent no command for this long; 0 for never."""
     stall_timeout_s: float = Field(60.0, gt=0.0)

@@ -55,7 +55,7 @@ class Row(NamedTuple):
         return self.info.partition(":")[2] or self.name
 
 
-def _counter(source: str, name: str, help: str, info: str = "") -> Row:
+def _counter(source: str | Callable[[View], float], name: str, help: str, info: str = "") -> Row:
     return Row(source, name, "counter", help, info)
 
 
@@ -74,6 +74,10 @@ def _unsent_bytes(view: View) -> float:
 
 def _streams(attribute: str) -> Callable[[View], float]:
     return lambda view: getattr(view.node.streams, attribute) if view.node.streams else 0
+
+
+def _changes(attribute: str) -> Callable[[View], float]:
+    return lambda view: getattr(view.node.changes, attribute) if view.node.changes else 0
 
 
 # fmt: off
@@ -133,6 +137,10 @@ NODE: Final = (
     _gauge(_streams("waiting"), "layer_streams_waiting",
            "Requests for layers that wait for their turn.", "ShadowServe"),
     _gauge(_unsent_bytes, "replies_waiting_bytes", "Bytes of replies that clients have not received yet."),
+    _counter(_changes("entries"), "events", "Stored and removed keys in the logs of KV.EVENTS.", "ShadowServe"),
+    _counter(_changes("missed"), "events_missed",
+             "Readers of KV.EVENTS that had to start over because they came too late.", "ShadowServe"),
+    _gauge(_changes("size"), "events_bytes", "Bytes of the logs of KV.EVENTS.", "ShadowServe"),
     _gauge(lambda view: view.node.load_us / 1e6, "load_seconds",
            "Time that the bytes waiting for clients need on the link (KV.LOAD).", "ShadowServe"),
     _gauge("node.fleet.nodes", "fleet_nodes", "Members of the fleet; 0 if the node is none.", "ShadowServe"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shadowserve.incidents import Incidents
+from shadowserve.pool.changes import Changes
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from storage_kv.access.audit import AuditLog
@@ -59,6 +60,7 @@ class Node:
         log_limiter: Limits repeated log lines that any client can cause.
         memory: Memory budget of incoming requests and copied replies.
         lent: Memory budget of stored values that are being sent.
+        changes: Logs of the keys that came and went; None if ``events_bytes_max`` is 0.
         streams: LayerStreams for KV.LAYERS, of a module above this one; None while no server runs.
         limiters: Rate limiters by name of tenant.
     """
@@ -84,6 +86,7 @@ class Node:
     pending_keys: PendingKeys = field(init=False)
     prefetches: "Prefetches" = field(init=False)
     streams: Any = None
+    changes: Changes | None = None
     limiters: dict[str, RateLimiter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,11 +135,13 @@ class Node:
         self.store.set_quota(self.tenant_id(name), limits.bytes_max, limits.keys_max)
 
     def apply_quotas(self) -> None:
-        """Set the quotas of all tenants in the store, once it has started."""
+        """Set the quotas of all tenants in the store, and log its changes, once it has started."""
         with self.lock:
             self._follow_pin_shares(self.config, self.config)
             for name, limits in self.config.tenants.items():
                 self._set_quota(name, limits)
+            if self.config.events_bytes_max:
+                self.changes = self.store.log_changes(int(self.config.events_bytes_max))
 
     # ---- Tenants and sessions
 

@@ -33,6 +33,7 @@ _SERVE: Final = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 _IMPORTS: Final = {
     "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
     "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
+    "events": ("shadowserve_tools.events",),
     "engine": (
         "shadowserve_tools.bench.parts.engine",
         "vllm.entrypoints.llm",

@@ -7,6 +7,7 @@ each model a single group, whose windows keep the whole context, or not start wh
 without the plugin.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -23,6 +24,7 @@ from vllm.logger import init_logger
 from host_control.config import HostConfig
 from host_control.transfer import Reason
 from host_control.vllm.epochs import counted_calls
+from host_control.vllm.events import StoreEvents, publishes
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.adapters import Adapters
 from host_control.vllm.identity.content import content_hashes
@@ -61,12 +63,15 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                     _logger.info(LAYERS_OFF, why_not)
         store = config.store and transfer.is_kv_producer
         self._groups = groups
+        self._events: StoreEvents | None = None
         self._scheduler: SchedulerSide  # in the scheduler's process alone
         self._worker: WorkerSide  # in workers alone
         self._schedules = role == KVConnectorRole.SCHEDULER
         if self._schedules:
             self._warn(transfer, problem)
             lora = vllm_config.lora_config
+            if groups is not None and store and publishes(vllm_config):
+                self._events = StoreEvents(kv_cache_config, groups.chunk_tokens)
             self._scheduler = SchedulerSide(
                 config,
                 groups,
@@ -79,6 +84,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
                 step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
                 by_priority=vllm_config.scheduler_config.policy == "priority",
                 sampling_state=has_own_logits_processors(vllm_config),
+                events=self._events,
             )
             self._watch_calls(vllm_config)
         else:
@@ -176,12 +182,26 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         self._scheduler.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return self._scheduler.step(scheduler_output)
+        metadata = self._scheduler.step(scheduler_output)
+        if self._events is not None:
+            self._events.follow(metadata.epoch)
+        return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:
         finished, report = connector_output.finished_recving, connector_output.kv_connector_worker_meta
         if finished or report is not None:  # as in few steps
-            self._scheduler.worker_output(finished, report if isinstance(report, WorkerReport) else WorkerReport())
+            report = report if isinstance(report, WorkerReport) else WorkerReport()
+            self._scheduler.worker_output(finished, report)
+            if self._events is not None:
+                self._events.stored(report.stored)
+
+    def take_events(self) -> Iterable[Any]:
+        """Return the KV events since the last step: which records of this engine are stored, or gone."""
+        return () if self._events is None else self._events.take()
+
+    def has_pending_push_work(self) -> bool:
+        """Tell an idle engine to go on stepping for a moment, so that the workers can report what they have stored."""
+        return self._events is not None and self._events.due
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

@@ -35,6 +35,7 @@ class Group:
     Attributes:
         block_tokens: Tokens per block. For recurrent state: tokens between two states.
         record_blocks: Number of last blocks of a chunk that a record holds; 1 for recurrent state.
+        last_chunks: Last chunks of a hit that need their record, where not all do.
     """
 
     index: int
@@ -42,6 +43,7 @@ class Group:
     block_tokens: int
     chunk_blocks: int
     record_blocks: int
+    last_chunks: int = 1
 
     @property
     def whole(self) -> bool:
@@ -314,7 +316,13 @@ def _group(index: int, spec: Any, chunk_tokens: int, drafts: bool) -> Group:
     if name in _FULL:
         return Group(index, "full", spec.block_size, blocks, blocks)
     # With draft layers, vLLM may look up one block more than the hit needs in any group, and drops it afterwards.
-    return Group(index, "window", spec.block_size, blocks, blocks if drafts else _reachable(spec, chunk_tokens))
+    record_blocks = blocks if drafts else _reachable(spec, chunk_tokens)
+    last_chunks = max(1, -(-(_window(spec) - 1) // chunk_tokens))
+    return Group(index, "window", spec.block_size, blocks, record_blocks, last_chunks)
+
+
+def _window(spec: Any) -> int:
+    return int(getattr(spec, "sliding_window", 0)) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def _reachable(spec: Any, chunk_tokens: int) -> int:
@@ -331,5 +339,4 @@ def _reachable(spec: Any, chunk_tokens: int) -> int:
     kept = sum(mask)
     if not kept or not all(mask[-kept:]):
         raise UncacheableError(f"a hit needs blocks of a {type(spec).__name__} that are not the last of a chunk")
-    window = int(getattr(spec, "sliding_window", 0)) + getattr(spec, "extra_retained_tokens", 0)
-    return int(min(max(kept, -(-(window - 1) // spec.block_size)), blocks))
+    return int(min(max(kept, -(-(_window(spec) - 1) // spec.block_size)), blocks))

@@ -146,6 +146,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
         settled: Number of ranks that have found their epoch's weights after a doubt, by doubt.
         reasons: Why loads fell short, as some rank tells.
         layer_waits: How the step waited for each layer, by request; of the rank that waited longest.
+        stored: Block hashes of stored records, where KV events are enabled.
     """
 
     loaded: dict[str, int] = field(default_factory=dict)
@@ -156,6 +157,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
     settled: dict[int, int] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     layer_waits: dict[str, list[LayerWait]] = field(default_factory=dict)
+    stored: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerReport":
         assert isinstance(other, WorkerReport)
@@ -168,6 +170,7 @@ class WorkerReport(KVConnectorWorkerMetadata):  # type: ignore[misc]
             _merged(operator.add, self.settled, other.settled),
             other.reasons | self.reasons,
             _merged(_longer, self.layer_waits, other.layer_waits),
+            self.stored + other.stored,
         )
 
 

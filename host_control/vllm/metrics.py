@@ -36,6 +36,8 @@ _COUNTERS: Final = {
     "stored_chunks": "Chunks that the data plane stored.",
     "stored_raw_bytes": "Uncompressed bytes of stored chunks.",
     "stored_bytes": "Bytes of stored chunks as records.",
+    "events": "KV events that the connector gave to vLLM.",
+    "dropped_events": "KV events that were lost because too many waited.",
 }
 _BY_REASON: Final = {
     "prompt_tokens": "Prompt tokens: loaded, local (the engine's own prefix cache), or the reason they were computed.",

@@ -27,6 +27,7 @@ from host_control.vllm.disaggregation import (
     reply_of,
 )
 from host_control.vllm.epochs import WEIGHTS_CHANGED, Epochs
+from host_control.vllm.events import StoreEvents
 from host_control.vllm.fetch_policy import PolicyRunner
 from host_control.vllm.groups import Groups
 from host_control.vllm.hints import apply, hints_of
@@ -62,6 +63,7 @@ class _Engine:
     store: bool
     recomputes: bool
     by_priority: bool
+    events: StoreEvents | None = None
 
     @property
     def has_states(self) -> bool:
@@ -95,8 +97,9 @@ class SchedulerSide:
         step_tokens: int = 1 << 30,
         by_priority: bool = False,
         sampling_state: bool = False,
+        events: StoreEvents | None = None,
     ) -> None:
-        self._engine = _Engine(config, groups, fetch, store, recomputes, by_priority)
+        self._engine = _Engine(config, groups, fetch, store, recomputes, by_priority, events)
         self.problem = problem
         self._logger = logger
         self._failures = FailureLog(logger)
@@ -151,7 +154,8 @@ class SchedulerSide:
         lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
-        self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store)
+        events = self._engine.events and self._engine.events.begin(workers.names, self.counts)
+        self._stores = Stores(shake.model, groups, lookup, self.slower, enabled=self._engine.store, events=events)
         if self._engine.fetch and self._engine.store and groups.followed:
             self._preemption = Preemption(
                 self._requests,

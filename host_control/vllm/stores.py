@@ -10,6 +10,7 @@ from host_control.layouts import NOWHERE
 from host_control.lookup import PrefixLookup
 from host_control.transfer import Reason
 from host_control.vllm.disaggregation import LET_GO, count_tail
+from host_control.vllm.events import StoreEvents
 from host_control.vllm.groups import NULL_BLOCK, Groups
 from host_control.vllm.metadata import StoreOperation
 from host_control.vllm.metrics import SlowerPaths
@@ -22,7 +23,14 @@ class Stores:
     """Makes the store operations of each step, on the engine's thread."""
 
     def __init__(
-        self, model: bytes, groups: Groups, lookup: PrefixLookup, slower: SlowerPaths, *, enabled: bool = True
+        self,
+        model: bytes,
+        groups: Groups,
+        lookup: PrefixLookup,
+        slower: SlowerPaths,
+        *,
+        enabled: bool = True,
+        events: StoreEvents | None = None,
     ) -> None:
         self._model = model
         self._groups = groups
@@ -30,6 +38,7 @@ class Stores:
         self._lookup = lookup
         self._slower = slower
         self._enabled = enabled
+        self._events = events
         # Other engines take a chunk for stored once its records of full attention are: these are stored last.
         self._order = sorted(enumerate(groups.groups), key=lambda numbered: numbered[1].kind == "full")
 
@@ -75,6 +84,8 @@ class Stores:
         published = state.disaggregation.publishes > 0
         lasts_s, span = state.hints.ttl_s, (known, end)
         stores = self.chunks(state, tables, chunk_keys, span, states=False, published=published, lasts_s=lasts_s)
+        if self._events is not None:
+            self._events.storing(request, chunk_keys, stores)
         tail_keys = self._lookup.tail(request.request_id) if tail else []
         if tail:
             stores += self.tails(
@@ -115,7 +126,7 @@ class Stores:
             if end <= len(stored) and stored[end - 1]:
                 continue
             self.extend(chunk_keys, state.request, end)
-            yield StoreOperation(
+            store = StoreOperation(
                 request_id=request_id,
                 group=group,
                 chunk_keys=chunk_keys[end - 1 : end],
@@ -125,6 +136,9 @@ class Stores:
                 absent_seconds=self._absent_seconds(request_id),
                 lasts_s=state.hints.ttl_s,
             )
+            if self._events is not None:
+                self._events.storing(state.request, chunk_keys, [store])
+            yield store
 
     # ------------------------------------------------------------------ operations
 

@@ -38,6 +38,7 @@ from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
 from host_control.step_reports import StepReports
 from host_control.vllm.epochs import WORKER_CALLS, counted_calls
+from host_control.vllm.events import EventQueue, publishes
 from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import computation
@@ -64,6 +65,7 @@ _COUNTERS: Final = {
     "fetched_bytes": "Bytes that the data plane received from the store for loaded rows.",
     "stored_raw_bytes": "Uncompressed bytes of stored rows.",
     "stored_bytes": "Bytes of stored rows as records.",
+    "dropped_events": "KV events that were lost because too many waited.",
 }
 _BY_REASON: Final = {
     "lookup_failures": "Rows whose lookup had no answer, by reason.",
@@ -100,8 +102,8 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
         self.locality = Locality(locality) if locality is not None else None
         settings = tier_settings(config)
         self._close_timeout = settings.close_timeout_s
-        publishes = enable_kv_events and offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events: list[OffloadingEvent] | None = [] if publishes else None
+        enabled = enable_kv_events and publishes(offloading_spec)
+        self._events = EventQueue() if enabled else None
         self._lock = threading.Lock()
         self._finished: list[JobResult] = []
         self._stats = OffloadingConnectorStats()
@@ -244,8 +246,8 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             self.drain_jobs()
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        with self._lock:
-            events, self._events = self._events or [], None if self._events is None else []
+        events, dropped = ([], 0) if self._events is None else self._events.take()
+        self._count("dropped_events", dropped)
         return events
 
     def shutdown(self) -> None:
@@ -323,11 +325,9 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         missing = len(rows.keys) - len(stored)
         self._failed("store", missing, reason, detail)
-        with self._lock:
-            if stored and self._events is not None:
-                self._events.append(
-                    OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
-                )
+        if stored and self._events is not None:
+            event = OffloadingEvent(keys=list(stored), medium=self.medium, removed=False, locality=self.locality)
+            self._events.add(event)
         self._end(rows.job_id, not missing, len(stored), seconds)
 
     def _end(self, job_id: int, success: bool, rows: int, seconds: float | None, **more: Any) -> None:

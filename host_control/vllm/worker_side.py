@@ -18,6 +18,7 @@ from host_control.manager import ORDERS, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.store import StoreQueue
+from host_control.vllm.events import EVENTS_MAX, publishes
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
@@ -135,6 +136,7 @@ class WorkerSide:
         self._loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
         self._model = model.digest()
         self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None)
+        self._engine_message.index.CopyFrom(self._index())
         self.connect()
 
     def connect(self) -> None:
@@ -186,6 +188,7 @@ class WorkerSide:
             parts=len(shards.parts[0]),
             timeout=config.store_timeout_s,
             plain=self._pages is not None,
+            reports_max=EVENTS_MAX if publishes(self._engine.vllm_config) else 0,
         )
 
     def _make_manager(self, key: int) -> KVCacheManager:
@@ -258,6 +261,19 @@ class WorkerSide:
             raise UncacheableError("the model that its layers belong to is not to be found, so changes of its weights")
         return weights
 
+    def _index(self) -> pb.EngineIndex:
+        """Return how tokens become the keys of this rank's records, for queries of routers."""
+        vllm_config, shards = self._engine.vllm_config, self._shards
+        named = list(zip(shards.parts[0], shards.shapes[0], strict=True))
+        return pb.EngineIndex(
+            model=str(vllm_config.model_config.served_model_name or "model")[:256],
+            instance=str(vllm_config.kv_transfer_config.engine_id or "engine")[:128],
+            chain=self._model,
+            namespaces=[shape.namespace for part, shape in named if part.group.kind == "full"],
+            last_namespaces=[shape.namespace for part, shape in named if part.group.kind != "full"],
+            last_chunks=[part.group.last_chunks for part, _ in named if part.group.kind != "full"],
+        )
+
     def handshake(self) -> WorkerHandshake:
         shards = self._shards
         namespaces = tuple(
@@ -302,11 +318,12 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """Return the report to the scheduler side, None where there is nothing to report."""
         outlived, settled_doubt = self._watch.outlived, self._watch.take_verified()
-        if not (self._loads.has_report or self._stores.saves or outlived or settled_doubt):
+        stores = self._stores
+        if not (self._loads.has_report or stores.saves or stores.has_stored or outlived or settled_doubt):
             return None  # as in most steps
         report = self._loads.take_report()
         report.outlived = outlived
-        report.saved = self._stores.take_saved()
+        report.saved, report.stored = stores.take_saved(), stores.take_stored()
         report.settled = {settled_doubt: 1} if settled_doubt else {}
         return report if report != WorkerReport() else None
 

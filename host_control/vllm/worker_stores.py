@@ -17,7 +17,7 @@ from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
 from host_control.vllm.metrics import Counts, FailureLog
 from host_control.vllm.shards import Rank, Shard, WorkerShards
 from host_control.vllm.weights_watch import WeightsWatch
-from shadowserve.keys import record_keys
+from shadowserve.keys import block_hash, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
 
@@ -114,6 +114,14 @@ class WorkerStores:
         for name in saved:
             del self._saves[name]
         return saved
+
+    @property
+    def has_stored(self) -> bool:
+        return self.queue is not None and self.queue.has_stored
+
+    def take_stored(self) -> list[int]:
+        """Return the block hashes of records that were stored since the last call, where events are enabled."""
+        return [] if self.queue is None else [block_hash(key) for key in self.queue.take_stored()]
 
     @property
     def saves(self) -> bool:

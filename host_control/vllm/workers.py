@@ -25,12 +25,14 @@ class Workers:
         records: Records of each shard layout that all ranks can read (0: their own): of each group, clients and
             namespaces.
         saved: Likewise, the records of preempted requests; None where these are the engine's own.
+        names: Different namespaces of the ranks' own records, by the group's index.
     """
 
     shake: WorkerHandshake
     clients: list[DataPlaneClient]
     records: dict[int, _Records]
     saved: _Records | None
+    names: dict[int, list[bytes]]
 
 
 def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], config: HostConfig) -> Workers:
@@ -53,7 +55,11 @@ def agreed(handshakes: Mapping[int, WorkerHandshake], groups: Sequence[Group], c
         chunk_bytes=max(shake.chunk_bytes for shake in shakes),
         plain=any(shake.plain for shake in shakes),
     )
-    return Workers(shake, list(clients.values()), records, records.pop(SAVED, None))
+    names = {
+        group.index: list(dict.fromkeys(namespace for _, namespace in each))
+        for group, each in zip(groups, records[0], strict=True)
+    }
+    return Workers(shake, list(clients.values()), records, records.pop(SAVED, None), names)
 
 
 def _check(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]) -> None:

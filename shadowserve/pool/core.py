@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shadowserve.native import ANY, Index
+from shadowserve.native import ANY, Index, IndexFlag
 from shadowserve.pool.arena import Arenas
+from shadowserve.pool.changes import REMOVED, Changes
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.disk import Disk, Extent, Quarantined
 from shadowserve.pool.entries import CHUNK_KEY_BYTES, MEMORY_ONLY, Entry
@@ -21,6 +22,7 @@ from shadowserve.pool.write_states import OldCopy, Writes
 
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "reassigned"})
 """Reasons for dropping an object that say nothing about its extent."""
+_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class Waker:
@@ -133,6 +135,7 @@ class Core:
         self.clears = clears  # cleared entries that are still in the index
         self.usage_ranking = UsageRanking(index.used_bytes)
         self.writes = Writes()
+        self.changes: Changes | None = None  # logs of chunk keys that came and went; None for none
         self.held_bytes = 0  # bytes of the budget of removed values that are still being sent. With devices it is 0
         self.may_write: Callable[[int], bool] = lambda size: True
         self.may_scrub: Callable[[int], bool] = lambda size: True
@@ -211,6 +214,8 @@ class Core:
                 logged, remember = True, False  # the log has a CLEAR record already
             else:
                 self.clears.count_change(entry.tenant, -1)
+        if self.changes is not None and not logged and not entry.fields.flags & _NAMED:
+            self.changes.note(entry.tenant, REMOVED, entry.key)
         write = self.writes.cancel(entry.slot, False)
         if disk is not None and disk.gone is None:
             place = (entry.extent, entry.size)
@@ -259,6 +264,8 @@ class Core:
         for disk in self.disks:
             disk.log.clear(tenant)
         self.clears.begin(ANY if tenant is None else tenant, self.generation)
+        if self.changes is not None:
+            self.changes.cleared(tenant)
 
     def step_clears(self, looks: int) -> int:
         """Examine at most ``looks`` entries and remove those that were cleared; return the number of removed ones."""

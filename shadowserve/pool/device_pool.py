@@ -257,7 +257,7 @@ class DevicePool(Pool):
                 parent=parent,
             )
             replaced, old_copies = (None, []) if old is None else core.replace(old, disk)
-            self._entered(tenant, length, header_bytes, is_new=old is None)
+            self._entered(parsed, length, header_bytes, old)
         except BaseException:
             if disk is not None:
                 disk.free((extent, object_blocks(length) * BLOCK_BYTES))

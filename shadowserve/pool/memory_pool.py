@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from shadowserve.native import IndexFlag
 from shadowserve.pool import buffers
+from shadowserve.pool.changes import REMOVED
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, parse_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, is_chunk_key, parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRY_OVERHEAD_BYTES, Address, Item
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
@@ -138,6 +139,10 @@ class Heap(Core):
         if self.clears.under_way or not item.is_plain:
             self.forget(Entry(slot, self.index.read(slot)), remember=True)
             return True
+        if self.changes is not None and is_chunk_key(item.key):
+            tenant, key, name = parse_key((item.tenant, item.key))
+            if name is None:
+                self.changes.note(tenant, REMOVED, key)
         del self._slots[slot], item.names[item.key]
         self.taken_bytes -= item.size
         self.index.evict(slot)
@@ -272,8 +277,9 @@ class MemoryPool(Pool):
 
     def _insert(self, item: HeapItem, parent: bytes, old: Entry | None) -> None:
         core = self._core
+        parsed = parse_key((item.tenant, item.key))
         slot = self._index.insert(
-            *parse_key((item.tenant, item.key)),
+            *parsed,
             device=MEMORY_ONLY,
             extent=item.size - item.length,
             length=item.length,
@@ -286,7 +292,7 @@ class MemoryPool(Pool):
         )
         if old is not None:
             core.replace(old, None)
-        self._entered(item.tenant, item.length, item.header_bytes, is_new=old is None)
+        self._entered(parsed, item.length, item.header_bytes, old)
         core.keep(slot, item)
 
     def _resize(self, item: HeapItem, length: int) -> bool:

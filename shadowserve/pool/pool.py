@@ -11,7 +11,8 @@ from typing import ClassVar, Final, Self
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
-from shadowserve.native import ANY
+from shadowserve.native import ANY, IndexFlag
+from shadowserve.pool.changes import REMOVED, STORED, Changes, Read
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import Core
 from shadowserve.pool.entries import Entry, ParsedKey
@@ -28,6 +29,7 @@ from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import WaitingWriters, Writer, joined
 
 _TURN_MS: Final = 100
+_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class Pool(ABC):
@@ -409,12 +411,16 @@ class Pool(ABC):
             return None
         return entry
 
-    def _entered(self, tenant: int, length: int, header_bytes: int, *, is_new: bool) -> None:
-        core = self._core
+    def _entered(self, parsed: ParsedKey, length: int, header_bytes: int, old: Entry | None) -> None:
+        core, (tenant, key, name) = self._core, parsed
+        if core.changes is not None:
+            was_chunk = old is not None and not old.fields.flags & _NAMED
+            if was_chunk != (name is None):
+                core.changes.note(tenant, REMOVED if was_chunk else STORED, key)
         if header_bytes:
             for counters in core.counters.of(tenant):
                 counters.record_bytes += length
-        if is_new and core.clears.under_way:
+        if old is None and core.clears.under_way:
             core.clears.count_change(tenant, 1)
         core.usage_ranking.note(tenant)
 
@@ -524,6 +530,19 @@ class Pool(ABC):
         Present pins stay.
         """
         self._core.pins.of_tenant, self._core.pins.of_all = of_tenant, of_all
+
+    def log_changes(self, bytes_max: int) -> Changes:
+        """Log from now on which chunk keys come and go, within ``bytes_max``; return the logs."""
+        self._core.changes = Changes(bytes_max)
+        return self._core.changes
+
+    def read_changes(self, tenant: int, name: bytes, position: int) -> Read | None:
+        """Return the changes of a tenant from a position of its log on; None without logs.
+
+        When a device is lost, the log gets another name: its keys are found missing, and logged, one by one later.
+        """
+        gone = sum(disk.gone is not None for disk in self._core.disks)
+        return None if self._core.changes is None else self._core.changes.read(tenant, name, position, gone)
 
     def clear(self, tenant: int | None) -> None:
         """Remove all entries of a tenant, or of all tenants. They are absent at once; poll() frees them."""

@@ -61,6 +61,10 @@ def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, 
         if fields.expires_at_ms and fields.expires_at_ms <= now_ms:
             core.expire(Entry(slot, fields))
             continue
+        disk = core.disk_of(entry := Entry(slot, fields))
+        if disk is not None and disk.gone is not None and core.memory_cache.peek(slot) is None:
+            core.drop_lost(entry, "device_gone")
+            continue
         name = index.name(slot)
         found.append(chunk_key(fields.key) if name is None else name)
     return position, found

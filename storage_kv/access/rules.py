@@ -176,6 +176,10 @@ class User:
         return any(pattern.access.issuperset(access) and pattern.glob.matches(key) for pattern in self._patterns)
 
     @property
+    def reads_every_key(self) -> bool:
+        return self._all_keys or any(each.text == b"*" and "R" in each.access for each in self._patterns)
+
+    @property
     def is_operator(self) -> bool:
         """True if it may change users, and so can do everything: an administrator of all tenants."""
         return self.unrestricted or self._decide(_CHANGING_USERS)

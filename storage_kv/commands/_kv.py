@@ -26,6 +26,7 @@ from storage_kv.session import Argument, Session
 _LAYERS_TEXT_BYTES_MAX: Final = 16 << 10
 _LAYER_MAX: Final = 65_535
 _BITS_PER_S_MAX: Final = 1 << 50
+_LOG_NAME_BYTES_MAX: Final = 64
 _WINDOW_US_MAX: Final = 3_600 * 10**6
 
 
@@ -120,6 +121,20 @@ def _layer_numbers(argument: Argument) -> list[int]:
     if len(set(found)) < len(found):
         raise error
     return found
+
+
+def events(node: Node, session: Session, arguments: list[Argument]) -> Reply:
+    """KV.EVENTS log position: name of the tenant's log, next position, and the changes in between.
+
+    Nil for the changes: the caller reads all keys with SCAN, and then the changes from that position on.
+    """
+    if not session.user.reads_every_key:
+        raise CommandError("NOPERM this user may not read every key, and KV.EVENTS tells of all")
+    position = as_integer(arguments[2])
+    found = node.store.read_changes(session.tenant, bytes(arguments[1][:_LOG_NAME_BYTES_MAX]), position)
+    if found is None:
+        raise CommandError("ERR events are off: set events_bytes_max of the storage node and start it again")
+    return encode(list(found), session.protocol)
 
 
 def publish(node: Node, session: Session, arguments: list[Argument]) -> Reply:

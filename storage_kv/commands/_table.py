@@ -218,6 +218,8 @@ _add(
          "Removes all keys: there is one database.", categories=_ALL_AT_ONCE),
     _row("info", -1, "loading stale", _server.info, "1.0.0",
          "Returns information about the server by section.", categories=("dangerous",)),
+    _row("kv.events", 3, "readonly", _kv.events, "0.2.0",
+         "Returns which keys came and went since a position in the log of changes.", categories=_KEYSPACE),
     _row("kv.pins", -1, "readonly", _kv.pins, "0.2.0",
          "Returns how many keys and bytes are pinned, and may be.", categories=_KEYSPACE),
     _row("kv.unpin", -1, "write", _kv.unpin, "0.2.0",

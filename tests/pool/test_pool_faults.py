@@ -119,6 +119,26 @@ def test_a_real_device_checks_reads_and_the_pool_checks_the_rest(
     assert pool.statistics().lost == {"rotten": 2}
 
 
+def test_a_reader_of_changes_learns_that_a_device_is_lost() -> None:
+    pool, devices = start_pool(2)
+    keys = [b"kv:%064x" % number for number in range(40)]
+    pool.call(pool.store.log_changes, 1 << 20)
+    name, _, _ = pool.call(pool.store.read_changes, 0, b"", 0)
+    for key in keys:
+        pool.put(key, key * 300)
+    drop_copies(pool)
+    name, position, entries = pool.call(pool.store.read_changes, 0, name, 0)
+    assert position == 40 and entries == b"".join(b"+" + bytes.fromhex(key[3:].decode()) for key in keys)
+    kept = {key for key in keys if place_of(pool, key)[0] == 1}
+    devices[0].remove()
+    assert any(pool.value(key) is None for key in keys if key not in kept) and 0 < len(kept) < 40
+    after = pool.call(pool.store.read_changes, 0, name, position)
+    assert after.name != name and after.entries is None
+    cursor, found = pool.call(pool.store.scan, 0, 0, 100)
+    assert not cursor and set(found) == kept
+    assert not pool.call(pool.store.read_changes, 0, after.name, after.position).entries.count(b"+")
+
+
 def test_a_pool_continues_without_a_lost_device() -> None:
     pool, devices = start_pool(2)
     for number in range(40):

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from host_control.vllm.identity.adapters import Adapters
-from host_control.vllm.identity.canonical import digest
+from host_control.vllm.identity.canonical import canonical, digest
 from host_control.vllm.support import UncacheableError
-from shadowserve.keys import Extra, Input
+from shadowserve.keys import Extra, Input, request_inputs
 
 _IDENTIFIERS_MAX: Final = 65_536
 """More than the engine's encoder cache can hold: each of its entries has at least one token."""
@@ -81,7 +81,7 @@ class RequestInputs:
 
 
 def _extra(described: dict[str, Any]) -> Extra:
-    return Extra(bytes.fromhex(digest(described)) if any(described.values()) else b"")
+    return Extra(request_inputs(**canonical(described)))
 
 
 class _Once:

@@ -54,6 +54,7 @@ def make(
         speculative_config=None,
         model_config=SimpleNamespace(is_hybrid=False, is_attention_free=False),
         max_concurrent_batches=1,
+        kv_events_config=None,
         device_config=SimpleNamespace(device_type="cpu"),
     )
     made = []
