@@ -1,4 +1,4 @@
-"""What a running SGLang engine says of itself. The only module that reads SGLang's objects beside the host pool."""
+"""Description of a running SGLang engine. The only module that reads SGLang's objects beside the host pool."""
 
 import functools
 import logging

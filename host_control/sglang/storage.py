@@ -32,7 +32,7 @@ except ImportError:  # tests without SGLang, which call what SGLang would call
 _logger = logging.getLogger(__name__)
 
 _moved_pages = prometheus_client.Counter(
-    "shadowserve_sglang_pages", "Pages by operation (exists, get, set) and reason.", ["operation", "reason"]
+    "sglang_pages", "Pages by operation (exists, get, set) and reason.", ["operation", "reason"], "shadowserve"
 )
 _SGLANGS: Final = ("backend_name", "module_path", "class_name", "interface_v1", "tp_lcm_size")
 """Keys of the backend's configuration that SGLang reads."""
@@ -48,7 +48,7 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
     Args:
         storage_config: SGLang's HiCacheStorageConfig; its ``extra_config`` has keys of section ``host``.
         kwargs: Nothing, in SGLang 0.5.23.
-        engine: Replaces what the running engine says of itself; for tests.
+        engine: Description of the engine; by default of the one that runs here.
 
     Attributes:
         counts: Pages by operation and reason: ``get complete``, ``set deadline``...

@@ -37,21 +37,17 @@ def main() -> None:
     answers.write(json.dumps({"ready_s": time.monotonic() - started}) + "\n")
     for line in sys.stdin:
         command = json.loads(line)
-        if command["do"] == "end":
-            break
         answers.write(json.dumps(COMMANDS[command.pop("do")](engine, **command)) + "\n")
     engine.shutdown()
-    answers.write("{}\n")
 
 
 def generate(engine, ids, tokens=8, **more):
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
     began = time.monotonic()
-    answer = engine.generate(
-        input_ids=ids,
-        sampling_params={"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        return_logprob=True,
-        **more,
-    )
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    request = GenerateReqInput(input_ids=ids, sampling_params=sampling, return_logprob=True, **more)
+    answer = engine.loop.run_until_complete(engine.tokenizer_manager.generate_request(request, None).__anext__())
     seconds, meta = time.monotonic() - began, answer["meta_info"]
     return {
         "seconds": seconds,

@@ -66,6 +66,5 @@ class SGLang:
         wait_for(lambda: self.ask({"do": "flush"})["flushed"])
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.ask({"do": "end"})
-            self.process.wait()
+        with self.process:  # closes its standard input, which ends it, and waits
+            pass
