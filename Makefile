@@ -3,7 +3,7 @@
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-vllm-next              the tests with real engines on vLLM 0.33
-# make test-sglang                 the storage backend in SGLang's engine, on CPUs, in an environment of its own (2.5 GB)
+# make test-sglang                 the storage backend in SGLang's CPU engine, in an environment of its own (2.5 GB)
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make test-browser                the web pages in headless Chromium; screenshots in build/browser/
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/

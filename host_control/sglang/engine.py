@@ -59,6 +59,7 @@ def running_engine(config: HostConfig, pool: Any) -> Engine:
     timeouts = _prefetch_settings(arguments)
     identity = engine_identity(arguments, model, pool.dtype, int(pool.page_size), content_hashes(config, _logger))
     _watch_weights()
+    _logger.info("ShadowServe: identity %s of %s", identity.digest().hex()[:16], arguments.model_path)
     return Engine(identity, int(model.get_total_num_kv_heads()), *timeouts)
 
 

@@ -31,11 +31,12 @@ _MEANINGLESS: Final = re.compile(
     "skip_tokenizer_init|chat_template|.*chat_template.*|completion_template|reasoning_parser|tool_.*|warmups|"
     "skip_server_warmup|constrained_json_.*|grammar_backend|sampling_.*|preferred_sampling_params|"
     # How much runs at once, in which order, and where it runs.
-    "mem_fraction_static|max_.*|chunked_prefill_size|prefill_(max|delayer|decode).*|enable_dynamic_chunking|schedule.*|.*priority.*|"
-    "retraction_.*|disable_overlap_schedule|num_continuous_decode_steps|enable_mixed_chunk|radix_eviction_.*|"
-    "disable_radix_cache|device|base_gpu_id|gpu_id_step|random_seed|.*watchdog_timeout|dist_.*|nnodes|node_rank|"
+    "mem_fraction_static|max_.*|chunked_prefill_size|prefill_(max|delayer|decode).*|enable_dynamic_chunking|"
+    "schedule.*|.*priority.*|retraction_.*|disable_overlap_schedule|num_continuous_decode_steps|enable_mixed_chunk|"
+    "radix_eviction_.*|disable_radix_cache|device|base_gpu_id|gpu_id_step|random_seed|.*watchdog_timeout|"
+    "dist_.*|nnodes|node_rank|"
     "tp_size|pp_size|dp_size|dp_rank|load_balance_method|numa_node|gc_.*|cuda_graph_.*|.*cuda_graph.*|.*cudagraph.*|"
-    "use_ray|sleep_on_idle|enable_memory_saver|enable_.*cpu_backup|attention_backend|.*_attention_backend|"
+    "use_ray|sleep_on_idle|enable_memory_saver|enable_.*cpu_backup|"
     "hicache_.*|enable_hierarchical_cache|page_size|disable_custom_all_reduce|enable_p2p_check|"
     # How the model's files are read; what they make is in the model's configuration.
     "trust_remote_code|json_model_override_args|context_length|load_format|dtype|enable_multimodal|"
@@ -64,7 +65,7 @@ _FORMATS: Final = {
 }  # fmt: skip
 _WEIGHTS: Final = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 _ENVIRONMENT: Final = re.compile(
-    r"SGLANG_.*(QUANT|FP8|FP4|INT8|INT4|W4A|W8A|TF32|BF16|PRECISION|ROUND|ROPE|EXTERNAL_MODEL|SIMULATE|SPARSE|SKIP_LAYER)"
+    r"SGLANG_.*(QUANT|FP8|FP4|INT8|INT4|W4A|W8A|TF32|BF16|PRECISION|ROUND|ROPE|EXTERNAL|SIMULATE|SPARSE|SKIP_LAYER).*"
 )
 """Variables that may change how values are rounded or which code computes them."""
 

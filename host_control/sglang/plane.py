@@ -204,21 +204,20 @@ class PageMover:
         lookup_ends = min(time.monotonic() + self._config.lookup_timeout_s, ends)
         answers = self._stored(pages, asked, lookup_ends, prefetch=False)
         parents = self._parents(pages, blocks)
-        moved, last = [False] * len(numbers), StoreAnswer(None, Reason.COMPLETE, "", quiet=True)  # type: ignore[arg-type]
+        moved, reason, detail = [False] * len(numbers), str(Reason.COMPLETE), ""
         for level_blocks, stored in answers:
             new = [block for block, there in zip(level_blocks, stored, strict=True) if not there]
-            done = {block.first for block in level_blocks} - {block.first for block in new}
-            if last.reason == Reason.COMPLETE:
-                for batch in self._batches(new):
-                    last = self._store(pages, batch, [parents[block.first] for block in batch], numbers, ends)
-                    done |= {block.first for block in itertools.compress(batch, last.stored)}
-                    if last.reason != Reason.COMPLETE:
-                        break
-            for block in level_blocks:
-                if block.first in done:
-                    moved[block.first - pages.first : block.end - pages.first] = [True] * len(block.hashes)
+            done = list(itertools.compress(level_blocks, stored))
+            for batch in self._batches(new):
+                if reason != Reason.COMPLETE:
+                    break
+                answer = self._store(pages, batch, [parents[block.first] for block in batch], numbers, ends)
+                done += itertools.compress(batch, answer.stored)
+                reason, detail = answer.reason, answer.detail
+            for block in done:
+                moved[block.first - pages.first : block.end - pages.first] = [True] * len(block.hashes)
         self._remember(blocks, pages, moved)
-        return Moved(moved, last.reason, last.detail)
+        return Moved(moved, reason, detail)
 
     def _parents(self, pages: Pages, blocks: Sequence[Block]) -> dict[int, bytes]:
         """Return the record key of the block before each block, by first page; empty where that is not known."""

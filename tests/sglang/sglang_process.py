@@ -33,7 +33,10 @@ class SGLang:
             arguments["hicache_storage_backend"] = "dynamic"
             arguments["hicache_storage_backend_extra_config"] = json.dumps(backend | (extra or {}))
         settings = {"model_path": str(model), "max_total_tokens": 8192, "context_length": 2048, "page_size": 16}
+        cores = sorted(os.sched_getaffinity(0))
+        ranks = [str(cores[rank % len(cores)]) for rank in range(arguments.get("tp_size", 1))]
         environment = os.environ | {
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(ranks),
             "PYTHONPATH": str(Path(__file__).parent / "stand_in"),
             "HF_HUB_OFFLINE": "1",
             "SGLANG_USE_CPU_ENGINE": "1",

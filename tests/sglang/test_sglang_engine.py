@@ -15,6 +15,8 @@ from tiny_models import random_tokens
 
 from host_control.sglang.blocks import Pages, levels
 
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+
 PROMPT, PAGE = random_tokens(600, "sglang"), 16
 PAGES = len(PROMPT) // PAGE
 
@@ -79,6 +81,7 @@ def test_a_prompt_comes_from_storage_after_a_flush_and_only_after_its_prefix(fil
 
 def test_turns_of_a_conversation_come_from_storage_with_any_number_of_pages(filled: SGLang, storage: Storage) -> None:
     prompt, known = list(PROMPT), PAGES
+    filled.flush()
     for turn in range(4):
         prompt += random_tokens(50 + 23 * turn, f"turn {turn}")
         before = storage.stored()
@@ -177,11 +180,13 @@ def test_two_ranks_store_and_find_their_own_heads(
 
 
 def test_new_weights_turn_the_cache_off(
-    start: Callable[..., SGLang], family: Callable[[str], Any], reference: Any
+    start: Callable[..., SGLang], storage: Storage, model: Path, reference: Any
 ) -> None:
+    redis(storage, b"FLUSHALL")
     engine = start()
+    fill(engine, storage)
     assert_same(engine.generate(PROMPT), reference["prompt"], PAGES * PAGE)
-    assert engine.ask({"do": "update_weights", "path": str(family("llama"))})["updated"]
+    assert engine.ask({"do": "update_weights", "path": str(model)})["updated"]
     engine.flush()
     assert_same(engine.generate(PROMPT), reference["prompt"], 0)
     engine.flush()

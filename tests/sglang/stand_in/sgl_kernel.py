@@ -13,6 +13,7 @@ import types
 import torch
 
 __version__ = "0.4.10"
+__path__ = ()  # a package: its modules are made below
 
 
 def _missing(name):
