@@ -67,7 +67,7 @@ def _draft(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any] | None:
     draft.speculative_config = None
     return {
         "method": speculative.method,
-        "hf_config": _meaningful(canonical(draft.model_config.hf_config)),
+        "hf_config": meaningful(canonical(draft.model_config.hf_config)),
         "weights": weight_digests(draft, hashes),
     }
 
@@ -83,8 +83,8 @@ def computation(vllm_config: Any, hashes: ContentHashes) -> dict[str, Any]:
     _positions_of_one_request(model, named["architecture"], (described, text))
     return {
         "class": named,
-        "hf_config": _meaningful(described),
-        "hf_text_config": _meaningful(text),
+        "hf_config": meaningful(described),
+        "hf_text_config": meaningful(text),
         "dtype": str(model.dtype),
         "quantization_files": _quantization_files(vllm_config, hashes),
         "code": code_digests(vllm_config, hashes),
@@ -104,10 +104,10 @@ def _positions_of_one_request(model: Any, architecture: str, described: tuple[An
         )
 
 
-def _meaningful(value: Any) -> Any:
+def meaningful(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _meaningful(item) for key, item in value.items() if key not in _MEANINGLESS}
-    return [_meaningful(item) for item in value] if isinstance(value, list) else value
+        return {key: meaningful(item) for key, item in value.items() if key not in _MEANINGLESS}
+    return [meaningful(item) for item in value] if isinstance(value, list) else value
 
 
 def _quantization_files(vllm_config: Any, hashes: ContentHashes) -> list[str]:
