@@ -3,6 +3,7 @@
 # make test                        all tests, side by side: in one process more than there are cores
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-vllm-next              the tests with real engines on vLLM 0.33
+# make test-lmcache                LMCache's server with our serde, and with a storage node as its store
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make test-browser                the web pages in headless Chromium; screenshots in build/browser/
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
@@ -33,8 +34,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-vllm-next test-browser test-chart failure-matrix models combinations
-.PHONY: soak fuzz mutants bench wheels lint format setup clean
+.PHONY: demo test test-dpu test-vllm-next test-lmcache test-browser test-chart failure-matrix models
+.PHONY: combinations soak fuzz mutants bench wheels lint format setup clean
 
 demo: $(ready)
 	-scripts/setup-demo-model
@@ -55,6 +56,9 @@ test-chart: $(ready)
 
 test-vllm-next: $(ready)
 	scripts/test-vllm-next $(ARGS)
+
+test-lmcache: $(ready)
+	scripts/test-lmcache $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

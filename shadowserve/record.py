@@ -425,9 +425,7 @@ def decode_into(data: Data, key: bytes, layout: ChunkLayout, target: Data) -> in
     names = ("offset", "encoded_length", "checksum", "tokens")
     slices = list(zip(*(header.slices[name].tolist() for name in names), strict=True))
     try:
-        native.decode_slices(
-            _codec(header), layout.quantizer, layout.dtype, layout.vector_length, data, slices, target
-        )
+        native.decode_slices(_codec(header), layout.quantizer, layout.dtype, layout.vector_length, data, slices, target)
     except NativeError as error:
         if error.result not in (native.Result.BAD_DATA, native.Result.CHECKSUM):
             raise

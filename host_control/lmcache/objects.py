@@ -6,8 +6,8 @@ Its stored form is a header of 8 bytes, a record (docs/reference/record-format.m
 LMCache's L2 adapters read a value into a buffer of the size that its layout predicts, and refuse values of other sizes.
 So the stored form has a fixed size, a share of the object's. Objects that do not fit are not stored.
 
-The key of a record is a digest of everything that LMCache's key and layout say. So a value of another model, rank, chunk,
-salt, shape or type is refused, like a damaged one.
+The key of a record is a digest of everything that LMCache's key and layout say. So a value of another model, rank,
+chunk, salt, shape or type is refused, like a damaged one.
 """
 
 import hashlib
@@ -85,9 +85,7 @@ def layout_of(array: Array) -> ChunkLayout:
     if tokens == 1 or vector * dtype.itemsize > DECODED_BYTES_MAX:  # such as recurrent state
         tokens, vector = tokens * vector // math.gcd(vector, _VECTOR_MAX), math.gcd(vector, _VECTOR_MAX)
     layers = math.prod(array.shape[:-2])
-    return ChunkLayout(
-        dtype=dtype, layers=layers, kinds=1, tokens=tokens, vector_length=vector, quantizer=quantizer
-    )
+    return ChunkLayout(dtype=dtype, layers=layers, kinds=1, tokens=tokens, vector_length=vector, quantizer=quantizer)
 
 
 def stored_bytes(arrays: Sequence[Array], size: float | None = None) -> int:
@@ -133,8 +131,8 @@ def decode(key: ObjectKey, arrays: Sequence[Array], source: memoryview, target: 
     """Decode an object into ``target``, after all checks.
 
     Raises:
-        NotARecordError, CorruptRecordError, MismatchError: It is damaged, or is not the object of ``key``; ``target`` is
-            undefined.
+        NotARecordError, CorruptRecordError, MismatchError: It is damaged, or is not the object of ``key``. Then
+            ``target`` is undefined.
     """
     source, target = source.cast("B"), target.cast("B")
     if len(source) < _HEADER.size or source[: _HEADER.size] != _HEADER.pack(_MAGIC, _VERSION, len(arrays)):

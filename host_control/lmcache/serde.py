@@ -37,7 +37,7 @@ def _arrays(shapes: Iterable[Any], dtypes: Iterable[Any]) -> tuple[objects.Array
     )
 
 
-class _Writer(Serializer):
+class _Writer(Serializer):  # type: ignore[misc]
     def __init__(self, size: float | None, identity: str) -> None:
         self._size, self._identity = size, identity
 
@@ -52,7 +52,7 @@ class _Writer(Serializer):
         return objects.stored_bytes(_arrays(layout_desc.shapes, layout_desc.dtypes), self._size)
 
 
-class _Reader(Deserializer):
+class _Reader(Deserializer):  # type: ignore[misc]
     def __init__(self, identity: str) -> None:
         self._identity = identity
 
@@ -83,7 +83,7 @@ def _create(settings: Mapping[str, object]) -> SerdeProcessor:
     return AsyncSerdeProcessor(_Writer(size, identity), _Reader(identity), workers)
 
 
-class Adapter(L2AdapterInterface):
+class Adapter(L2AdapterInterface):  # type: ignore[misc]
     """The adapter of LMCache that ``adapter_params`` describes, as its ``--l2-adapter`` would."""
 
     def __new__(cls, adapter_params: Mapping[str, Any], l1_memory_desc: Any = None) -> Any:

@@ -152,7 +152,9 @@ def test_absurd_numbers_under_a_valid_checksum_are_refused(place: int, form: str
 
 def test_an_object_that_is_not_compressible_is_not_stored_and_the_error_says_which_size_it_needs() -> None:
     noise = np.random.default_rng(2).bytes(objects.layout_of(KV).raw_bytes)
-    with pytest.raises(ObjectTooLargeError, match=r"team/model was not stored: it needs 1\.\d+ .* at least 1\.0") as told:
+    with pytest.raises(
+        ObjectTooLargeError, match=r"team/model was not stored: it needs 1\.\d+ .* at least 1\.0"
+    ) as told:
         stored(noise, KV)
     size = float(str(told.value).split("at least ")[1].split(",")[0])
     assert loaded(stored(noise, KV, size=size), KV) == noise
