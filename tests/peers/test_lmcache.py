@@ -4,20 +4,24 @@ LMCache's own worker client stores and retrieves. Its L1 is emptied between, so 
 """
 
 import contextlib
+import json
 import os
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import redis
+from machine import NEVER_S
 
 from host_control.lmcache import objects
+from host_control.lmcache.choice import COMPUTE, LOAD
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.workload import made_up_slices
 from shadowserve_tools.bench.peers.contender import Contender
-from shadowserve_tools.bench.peers.installed import Adapter, Bed, Serde, lmcache_server
+from shadowserve_tools.bench.peers.installed import ENVIRONMENT, Adapter, Bed, Serde, lmcache_server, product
 from shadowserve_tools.processes import start_storage
 
 CHUNKS, LAYERS = 3, 4
@@ -154,3 +158,29 @@ def test_an_object_of_another_model_or_chunk_is_a_miss(lossless: LMCache) -> Non
     objects.encode(key, [KV], memoryview(kv), memoryview(stored))
     lossless.store.write(name, bytes(stored))
     assert not lossless.misses()
+
+
+def test_the_next_version_takes_our_load_policy(tmp_path: Path) -> None:
+    configs = {
+        COMPUTE: {n: 1e-4 * n for n in (1000, 4000, 16_000)},
+        LOAD: {n: 0.2 + 1e-5 * n for n in (1000, 4000, 16_000)},
+    }
+    policy = "host_control.lmcache.load_policy:FetchOrRecompute"
+    program = f"""
+import json
+from lmcache.v1.multiprocess.kv_load_policy import KVLoadContext, create_kv_load_policy
+policy = create_kv_load_policy({policy!r}, json.loads({json.dumps(json.dumps(configs))}))
+for tokens, request in (
+    (512, None), (8192, None), (8192, {{"lmcache.hint.engine_computed_tokens": 7680}}),
+    (8192, {{"lmcache.skip_load": True}}),
+):
+    loads = policy.should_load(KVLoadContext("request", "team/model", 256, tokens, request))
+    print("loads", loads)
+"""
+    path = os.pathsep.join([os.environ["LMCACHE_NEXT"], str(product(tmp_path))])
+    python = [os.environ["PEERS_PYTHON"], "-c", program]
+    done = subprocess.run(
+        python, env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=NEVER_S
+    )
+    said = re.findall("^loads (.*)$", done.stdout, re.MULTILINE)
+    assert said == ["False", "True", "False", "False"], done.stderr[-2000:]

@@ -208,7 +208,7 @@ def lmcache_daemon(
         flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
     environment = ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"}
     if serde == "shadowserve":
-        environment["PYTHONPATH"] = str(_product(logs / "product"))
+        environment["PYTHONPATH"] = str(product(logs / "product"))
     if redis is not None or folder is not None:
         flags["--l2-adapter"] = json.dumps(_l2_adapter(redis, folder, serde, adapter, strongest))
     with started(
@@ -241,7 +241,7 @@ def _l2_adapter(
     return plugin | {"adapter_params": own, "serde": {"type": serde}}
 
 
-def _product(folder: Path) -> Path:
+def product(folder: Path) -> Path:
     """Return a folder with links to this project's packages, for an environment where it is not installed."""
     for name in ("shadowserve", "host_control"):
         package = folder / name
