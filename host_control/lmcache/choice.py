@@ -23,6 +23,9 @@ _ONE_STEP: Final = 1 << 40
 class Choice:
     """Chooses for each prompt whether to load or to compute.
 
+    LMCache asks before its lookup, and does not say what its own memory (L1) has. So a prompt that is declined is
+    computed even if L1 has it.
+
     Args:
         configs: ``shadowserve.compute_s`` and ``shadowserve.load_s``, each the seconds to the first token by the number
             of prompt tokens, for three lengths or more. Other keys are ignored.
