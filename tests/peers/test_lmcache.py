@@ -21,7 +21,7 @@ from host_control.lmcache.choice import COMPUTE, LOAD
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.workload import made_up_slices
 from shadowserve_tools.bench.peers.contender import Contender
-from shadowserve_tools.bench.peers.installed import ENVIRONMENT, Adapter, Bed, Serde, lmcache_server, product
+from shadowserve_tools.bench.peers.installed import ENVIRONMENT, IDENTITY, Adapter, Bed, Serde, lmcache_server, product
 from shadowserve_tools.processes import start_storage
 
 CHUNKS, LAYERS = 3, 4
@@ -150,16 +150,105 @@ def test_an_object_of_another_model_or_chunk_is_a_miss(lossless: LMCache) -> Non
     name, other, *_ = lossless.store.names()
     value, key = lossless.store.read(name), Key.of(name)
     kv, stored = bytearray(4 << 20), bytearray(len(value))
-    objects.decode(key, [KV], memoryview(value), memoryview(kv))
-    objects.encode(key._replace(model_name="another/model"), [KV], memoryview(kv), memoryview(stored))
+    objects.decode(key, [KV], memoryview(value), memoryview(kv), IDENTITY)
+    objects.encode(key._replace(model_name="another/model"), [KV], memoryview(kv), memoryview(stored), IDENTITY)
     for wrong in (bytes(stored), lossless.store.read(other)):
         lossless.store.write(name, wrong)
         assert lossless.misses()
-    objects.encode(key, [KV], memoryview(kv), memoryview(stored))
+    objects.encode(key, [KV], memoryview(kv), memoryview(stored), IDENTITY)
     lossless.store.write(name, bytes(stored))
     assert not lossless.misses()
 
 
+def run_in_lmcache(folder: Path, program: str, *first: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in LMCache's environment; the packages of ``first`` hide its own."""
+    environment = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*first, str(product(folder))])}
+    python = [os.environ["PEERS_PYTHON"], "-c", program]
+    return subprocess.run(python, env=environment, capture_output=True, text=True, timeout=NEVER_S)
+
+
+def test_objects_that_do_not_fit_are_left_out_of_their_batch(tmp_path: Path) -> None:
+    program = """
+import os, select, sys, torch
+from host_control.lmcache import serde
+from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
+from lmcache.v1.distributed.config import L1ManagerConfig, L1MemoryManagerConfig
+from lmcache.v1.distributed.l1_manager import L1Manager
+from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
+
+l1 = L1Manager(L1ManagerConfig(L1MemoryManagerConfig(64 << 20, use_lazy=False, shm_name="")))
+processor = create_serde_processor(SerdeConfig("shadowserve", {"identity": "weights"}))
+inner = serde.Adapter({"type": "fs_native", "base_path": sys.argv[1]})
+adapter = SerdeL2AdapterWrapper(inner, processor, l1)
+
+def batch(first, *tokens_and_noise):
+    keys, buffers = [], []
+    for number, (tokens, noise) in enumerate(tokens_and_noise, first):
+        key = ObjectKey(bytes([number]) * 32, "model", 0, 0)
+        layout = MemoryLayoutDesc([torch.Size([2, 2, tokens, 128])], [torch.bfloat16])
+        buffer = l1.reserve_write([key], [False], layout, "test")[key][1]
+        torch.manual_seed(number)
+        values = torch.randn(layout.shapes[0]).bfloat16()
+        bits = torch.randint(-(1 << 15), 1 << 15, values.shape, dtype=torch.int16)
+        buffer.tensor.copy_(bits.view(torch.bfloat16) if noise else values)
+        keys.append(key)
+        buffers.append(buffer)
+    return keys, buffers
+
+def wait(fd, ask):
+    while not (result := ask()):
+        assert select.select([fd], [], [], 60)[0]
+        os.read(fd, 8)
+    return result
+
+def store(keys, buffers):
+    task = adapter.submit_store_task(keys, buffers)
+    done = wait(adapter.get_store_event_fd(), adapter.pop_completed_store_tasks)
+    return done[task].is_successful()
+
+def load(keys, buffers):
+    before = [bytes(each.byte_array) for each in buffers]
+    for each in buffers:
+        each.tensor.zero_()
+    task = adapter.submit_load_task(keys, buffers)
+    found = wait(adapter.get_load_event_fd(), lambda: adapter.query_load_result(task))
+    hits = [found.test(number) for number in range(len(keys))]
+    return hits, [was == bytes(each.byte_array) for was, each in zip(before, buffers)]
+
+keys, buffers = batch(1, (256, False), (256, True), (256, False))
+print("said", store(keys, buffers), *load(keys, buffers))
+print("said", store(*batch(4, (256, True), (256, True))))
+keys, buffers = batch(6, (512, False), (1024, False), (256, False))
+print("said", store(keys, buffers), load(keys[:1], buffers[:1]), load(keys[2:], buffers[2:]))
+print("said", len(os.listdir(sys.argv[1])), flush=True)
+os._exit(0)
+"""
+    folder = tmp_path / "l2"
+    folder.mkdir()
+    done = run_in_lmcache(tmp_path, f"import sys\nsys.argv[1:] = [{str(folder)!r}]\n{program}")
+    assert re.findall("^said (.*)$", done.stdout, re.MULTILINE) == [
+        "True [True, False, True] [True, False, True]",
+        "False",
+        "True ([True], [True]) ([True], [True])",
+        "4",
+    ], done.stdout[-1000:] + done.stderr[-3000:]
+    said = done.stdout + done.stderr
+    assert said.count("objects not stored since the start") == 1 and "set its 'size' to at least" in said
+    assert "Traceback" not in said
+
+
+def test_the_serde_needs_an_identity(tmp_path: Path) -> None:
+    program = """
+from host_control.lmcache import serde
+from lmcache.v1.distributed.serde import SerdeConfig, create_serde_processor
+create_serde_processor(SerdeConfig("shadowserve", {}))
+"""
+    done = run_in_lmcache(tmp_path, program)
+    assert "ConfigurationError: serde 'shadowserve': identity is None; set a text" in done.stderr
+
+
+@pytest.mark.skipif("LMCACHE_NEXT" not in os.environ, reason="the next version of LMCache is not to be had")
 def test_the_next_version_takes_our_load_policy(tmp_path: Path) -> None:
     configs = {
         COMPUTE: {n: 1e-4 * n for n in (1000, 4000, 16_000)},
@@ -177,10 +266,6 @@ for tokens, request in (
     loads = policy.should_load(KVLoadContext("request", "team/model", 256, tokens, request))
     print("loads", loads)
 """
-    path = os.pathsep.join([os.environ["LMCACHE_NEXT"], str(product(tmp_path))])
-    python = [os.environ["PEERS_PYTHON"], "-c", program]
-    done = subprocess.run(
-        python, env=ENVIRONMENT | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=NEVER_S
-    )
+    done = run_in_lmcache(tmp_path, program, os.environ["LMCACHE_NEXT"])
     said = re.findall("^loads (.*)$", done.stdout, re.MULTILINE)
     assert said == ["False", "True", "False", "False"], done.stderr[-2000:]

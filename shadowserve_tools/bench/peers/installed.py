@@ -36,6 +36,8 @@ Serde = Literal["", "fp8", "shadowserve"]
 """How LMCache writes to its L2: raw, or by one of its serdes."""
 Adapter = Literal["resp", "valkey"]
 """LMCache's clients of a Redis server."""
+IDENTITY: Final = "made-up weights"
+"""Key ``identity`` of the serde ``shadowserve``."""
 
 
 @dataclass(frozen=True)
@@ -238,7 +240,7 @@ def _l2_adapter(
     if serde != "shadowserve":
         return own | ({"serde": {"type": serde}} if serde else {})
     plugin = {"type": "plugin", "module_path": "host_control.lmcache.serde", "class_name": "Adapter"}
-    return plugin | {"adapter_params": own, "serde": {"type": serde}}
+    return plugin | {"adapter_params": own, "serde": {"type": serde, "identity": IDENTITY}}
 
 
 def product(folder: Path) -> Path:
