@@ -248,7 +248,7 @@ create_serde_processor(SerdeConfig("shadowserve", {}))
     assert "ConfigurationError: serde 'shadowserve': identity is None; set a text" in done.stderr
 
 
-@pytest.mark.skipif("LMCACHE_NEXT" not in os.environ, reason="the next version of LMCache is not to be had")
+@pytest.mark.skipif("LMCACHE_NEXT" not in os.environ, reason="the next version of LMCache is not available")
 def test_the_next_version_takes_our_load_policy(tmp_path: Path) -> None:
     configs = {
         COMPUTE: {n: 1e-4 * n for n in (1000, 4000, 16_000)},

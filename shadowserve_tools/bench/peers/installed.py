@@ -36,7 +36,7 @@ Serde = Literal["", "fp8", "shadowserve"]
 """How LMCache writes to its L2: raw, or by one of its serdes."""
 Adapter = Literal["resp", "valkey"]
 """LMCache's clients of a Redis server."""
-IDENTITY: Final = "made-up weights"
+IDENTITY: Final = "synthetic weights"
 """Key ``identity`` of the serde ``shadowserve``."""
 
 
