@@ -4,6 +4,7 @@
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
 # make test-vllm-next              the tests with real engines on vLLM 0.33
 # make test-sglang                 the storage backend in SGLang's CPU engine, in an environment of its own (2.5 GB)
+# make test-lmcache                LMCache's server with our serde, and with a storage node as its store
 # make test-dpu                    the data plane as on a BlueField, over the DOCA emulator, and with sanitizers
 # make test-browser                the web pages in headless Chromium; screenshots in build/browser/
 # make failure-matrix              faults of all kinds, every answer judged; results in build/failure-matrix/
@@ -34,8 +35,8 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-vllm-next test-sglang test-browser test-chart failure-matrix models combinations
-.PHONY: soak fuzz mutants bench wheels lint format setup clean
+.PHONY: demo test test-dpu test-vllm-next test-sglang test-lmcache test-browser test-chart failure-matrix models
+.PHONY: combinations soak fuzz mutants bench wheels lint format setup clean
 
 demo: $(ready)
 	-scripts/setup-demo-model
@@ -59,6 +60,9 @@ test-vllm-next: $(ready)
 
 test-sglang: $(ready)
 	scripts/test-sglang $(ARGS)
+
+test-lmcache: $(ready)
+	scripts/test-lmcache $(ARGS)
 
 failure-matrix: $(ready)
 	$(VENV)/bin/python scripts/failure-matrix --output build/failure-matrix \

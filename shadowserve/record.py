@@ -409,6 +409,30 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
     return kv
 
 
+def decode_into(data: Data, key: bytes, layout: ChunkLayout, target: Data) -> int:
+    """Decode the record at the start of ``data`` into memory of the layout's size; return the record's length.
+
+    As fast as the C core, for readers without a data plane. As there, the CRC-32 of a slice covers the stored bytes.
+    After an error the content of ``target`` is undefined. ``binned`` is not supported.
+
+    Raises:
+        NotARecordError, CorruptRecordError, MismatchError: As :func:`decode`.
+    """
+    header = parse_header(data)
+    header.expect(key, layout)
+    if header.record_length > len(data):
+        raise CorruptRecordError(f"the record is cut off after {len(data)} bytes, within its body")
+    names = ("offset", "encoded_length", "checksum", "tokens")
+    slices = list(zip(*(header.slices[name].tolist() for name in names), strict=True))
+    try:
+        native.decode_slices(_codec(header), layout.quantizer, layout.dtype, layout.vector_length, data, slices, target)
+    except NativeError as error:
+        if error.result not in (native.Result.BAD_DATA, native.Result.CHECKSUM):
+            raise
+        raise CorruptRecordError(f"record {key.hex()} is damaged: {error}") from error
+    return header.record_length
+
+
 def _codec(header: Header) -> native.Codec:
     if header.codec not in native.codec_implementations():
         known = ", ".join(codec.name.lower() for codec in native.codec_implementations())

@@ -1,7 +1,7 @@
 """The kernels: CPU dispatch, checksum, codecs, quantizers. Each call processes whole buffers."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ __all__ = [
     "compress",
     "compress_bound",
     "crc32",
+    "decode_slices",
     "decompress",
     "decompress_into",
     "decompress_many",
@@ -27,6 +28,10 @@ __all__ = [
     "isa_force",
     "quantize",
 ]
+
+
+_SLICES_PER_CALL: Final = 16
+"""Slices that are decoded together; each has scratch memory of its own."""
 
 
 # ---- CPU dispatch ---------------------------------------------------------------------------------------------------
@@ -214,3 +219,46 @@ def dequantize(
             )
             check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements ({quantizer.name})")
     return target
+
+
+# ---- Whole slices ---------------------------------------------------------------------------------------------------
+
+
+def decode_slices(
+    codec: Codec,
+    quantizer: Quantizer,
+    dtype: DType,
+    vector_length: int,
+    source: "ReadableBuffer",
+    slices: Sequence[tuple[int, int, int, int]],
+    target: "WriteableBuffer",
+) -> None:
+    """Check slices of ``source`` and decode them into ``target``, one after the other. Not for binned.
+
+    Each slice is its offset, its length, the CRC-32 of its bytes, and its vectors. NativeError is that of the first
+    slice that failed (``Result.CHECKSUM`` for its CRC-32); the content of ``target`` is then undefined.
+    """
+    encoded, elements = ffi.from_buffer("uint8_t[]", source), ffi.from_buffer("uint8_t[]", target, True)
+    vector_bytes = vector_length * dtype.itemsize
+    _check_size("target", len(elements), vector_bytes * sum(vectors for *_, vectors in slices))
+    scratch_bytes = vector_bytes * max((vectors for *_, vectors in slices), default=0)
+    scratch = ffi.from_buffer("uint8_t[]", np.empty(scratch_bytes * min(len(slices), _SLICES_PER_CALL), np.uint8))
+    streams = ffi.new("struct ss_stream[]", _SLICES_PER_CALL)
+    wanted = ffi.new("struct ss_elements[]", _SLICES_PER_CALL)
+    at = 0
+    for first in range(0, len(slices), _SLICES_PER_CALL):
+        group = slices[first : first + _SLICES_PER_CALL]
+        for index, (offset, length, checksum, vectors) in enumerate(group):
+            if not 0 <= offset <= offset + length <= len(encoded):
+                raise NativeError(f"slice {first + index} is not within the record", Result.BAD_ARGUMENT)
+            if lib.ss_crc32(0, encoded + offset, length) != checksum:
+                check(Result.CHECKSUM, f"checking slice {first + index}")
+            stream, made = streams[index], wanted[index]
+            stream.source, stream.source_size = encoded + offset, length
+            stream.target, stream.target_size = scratch + index * scratch_bytes, vectors * vector_bytes
+            made.target, made.vectors, made.vector_length = elements + at, vectors, vector_length
+            made.scale_vectors, made.quantizer, made.dtype = 1, quantizer, dtype
+            at += vectors * vector_bytes
+        lib.ss_decode_many(codec, streams, wanted, len(group))
+        for index in range(len(group)):
+            check(streams[index].result, f"decoding slice {first + index}")

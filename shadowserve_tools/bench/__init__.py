@@ -33,6 +33,7 @@ BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "control": (ENGINE, ["vllm", "redis"]),
     "fetch": (TRANSFER, ["redis"]),
     "link": (TRANSFER, ["redis"]),
+    "lmcache": (TRANSFER, ["redis"]),
     "tiers": (TRANSFER, []),
     "pages": (TRANSFER, ["torch"]),
     "nodes": (TRANSFER, []),

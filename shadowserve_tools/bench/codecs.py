@@ -61,7 +61,7 @@ Patterns = npt.NDArray[np.uint16]
 def codecs(report: Report, programs: Programs, layers: int, mebibytes: int, repeats: int) -> None:
     """Measure size and speed of every codec and instruction set, on one core."""
     found: dict[tuple[str, int], _Subjects] = {}
-    llama, small, real = made_up_slices(layers, 1024), made_up_slices(layers, 128), _real_kv()
+    llama, small, real = made_up_slices(layers, 1024), made_up_slices(layers, 128), real_kv()
     for data, elements in ((LLAMA, llama), (SMALL, small), (REAL, real)):
         for bins in (BINS, 0) if data == SMALL else (BINS, *OTHER_BINS, 0):
             treated = Treated(elements, bins, mebibytes << 20)
@@ -102,7 +102,8 @@ _Subjects = dict[str, _Subject]
 """Measured subjects by their names, kvrans in the best instruction set first among its kind."""
 
 
-def _real_kv() -> Patterns:
+def real_kv() -> Patterns:
+    """Return slices of real KV of the project's own small model, bfloat16."""
     if not REAL_KV.exists():
         raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
     data, chunks = REAL_KV.read_bytes(), []

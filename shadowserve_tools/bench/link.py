@@ -62,7 +62,7 @@ def link(
     field = Field()
     add_ours(field, programs, bed, {name_of(each): each for each in (lossless, binned)}, simple)
     redis = add_raw(field, programs, bed, [(True, True)])
-    fp8 = functools.partial(lmcache_server, redis=redis, fp8=True)
+    fp8 = functools.partial(lmcache_server, redis=redis, serde="fp8")
     starts: Starts = {
         "LMCache, lm://": ("lmcache", lmcache),
         "LMCache server, fp8 (lossy), Redis tuned": ("lmcache", fp8),

@@ -8,8 +8,9 @@ its store, then answers lines on standard input, each a JSON object, with one li
     {"do": "clear"}                overwrite that memory, and empty every cache on the way
     {"do": "verify", "count": N}   compare the memory with what was stored
 
-The answer is ``{}``, or ``{"error": ...}`` after which no more commands may follow. Output of libraries goes to
-standard error. A chunk's bytes are those of the file ``--values``, turned by another number of bytes for each chunk.
+The answer is ``{}``, or ``{"error": ...}``, after which no more commands may follow, unless chunks are missing. Output
+of libraries goes to standard error. A chunk's bytes are those of the file ``--values``, turned by another number of
+bytes for each chunk.
 """
 
 import argparse
@@ -45,6 +46,10 @@ LOSS_MAX = 0.05
 """Largest relative error (root mean square): a little more than that of eight-bit floats with three bits of
 mantissa.
 """
+
+
+class MissingError(Exception):
+    """The store lacks chunks, or has them damaged."""
 
 
 class Values:
@@ -206,8 +211,7 @@ class LMCacheServer:
 
     def _stored(self, store: str) -> int:
         if os.path.isdir(store):
-            sizes = [path.stat().st_size for path in Path(store).rglob("*") if path.is_file()]
-            return sum(size >= self._values.chunk_bytes for size in sizes)
+            return len(list(Path(store).rglob("*.data")))  # named so when they are complete
         import redis
 
         host, _, port = store.rpartition(":")
@@ -218,7 +222,8 @@ class LMCacheServer:
         request = self._request(count)
         found = self._client.lookup(request)
         if not found.is_full_hit:
-            raise RuntimeError(f"LOOKUP found {found.hit_chunks} of {count} chunks: {found.error}")
+            self._client.end_session(request)
+            raise MissingError(f"LOOKUP found {found.hit_chunks} of {count} chunks: {found.error}")
         result = self._client.retrieve(request, 0, count * 256)
         if result is None or not result.succeeded:
             raise RuntimeError(f"RETRIEVE failed: {result}")
@@ -309,7 +314,11 @@ def _run(arguments: argparse.Namespace, answer: Callable[[dict[str, Any]], None]
         request = json.loads(line)
         match request["do"]:
             case "fetch":
-                client.fetch(request["count"])
+                try:
+                    client.fetch(request["count"])
+                except MissingError as error:
+                    answer({"error": str(error)})
+                    continue
             case "clear":
                 client.clear()
             case "verify":

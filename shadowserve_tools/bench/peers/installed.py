@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -29,6 +30,14 @@ ENVIRONMENT: Final = {
     "LMCACHE_TRACK_USAGE": "false",  # it would report to its makers
     "PYTHONPATH": "",  # ShadowServe's packages must not hide the peers'
 }
+
+
+Serde = Literal["", "fp8", "shadowserve"]
+"""How LMCache writes to its L2: raw, or by one of its serdes."""
+Adapter = Literal["resp", "valkey"]
+"""LMCache's clients of a Redis server."""
+IDENTITY: Final = "synthetic weights"
+"""Key ``identity`` of the serde ``shadowserve``."""
 
 
 @dataclass(frozen=True)
@@ -115,27 +124,38 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
 
 @contextlib.contextmanager
 def lmcache_server(
-    bed: Bed, name: str, *, redis: Child | None = None, folder: Path | None = None, fp8: bool = False
+    bed: Bed,
+    name: str,
+    *,
+    redis: Child | None = None,
+    folder: Path | None = None,
+    serde: Serde = "",
+    adapter: Adapter = "resp",
 ) -> Iterator[Contender]:
     """LMCache's multiprocess mode: a server with shared memory to the worker, and a store behind it.
 
     Args:
         redis: Running Redis that is its L2.
         folder: Folder of its L2, read past the page cache. With neither, fetches come from its memory.
-        fp8: True to let LMCache compress: half of the bytes, and values that differ by a few per cent.
+        serde: How LMCache compresses: ``fp8`` has half of the bytes, and values that differ by a few per cent.
+        adapter: Its client of ``redis``.
     """
     size = bed.chunks * bed.values_file.stat().st_size
     with contextlib.ExitStack() as stack:
         with bed.network.client_side():
             server = stack.enter_context(
-                lmcache_daemon("lmcache-server", bed.python, bed.logs, size, redis, folder=folder, fp8=fp8)
+                lmcache_daemon(
+                    "lmcache-server", bed.python, bed.logs, size, redis, folder=folder, serde=serde, adapter=adapter
+                )
             )
         store = redis.address if redis is not None else str(folder or "")
         addresses = ("--address", server.address, "--http", server.http, "--store", store)
-        client = stack.enter_context(_started(bed, "lmcache-server", *addresses, *(["--lossy"] if fp8 else [])))
+        client = stack.enter_context(
+            _started(bed, "lmcache-server", *addresses, *(["--lossy"] if serde == "fp8" else []))
+        )
         behind = [] if redis is None else family(redis.process.pid)
         contender = client.contender(name, [*family(server.child.process.pid), *behind])
-        yield dataclasses.replace(contender, kind="compressing" if fp8 else "raw")
+        yield dataclasses.replace(contender, kind="compressing" if serde else "raw")
 
 
 @dataclass(frozen=True)
@@ -161,7 +181,8 @@ def lmcache_daemon(
     redis: Child | None = None,
     *,
     folder: Path | None = None,
-    fp8: bool = False,
+    serde: Serde = "",
+    adapter: Adapter = "resp",
     strongest: bool = True,
 ) -> Iterator[LMCacheDaemon]:
     """Run a server of LMCache's multiprocess mode, one for a host.
@@ -170,6 +191,8 @@ def lmcache_daemon(
         size: Bytes that it has to hold; it gets half as much again.
         redis: Running Redis that is its L2.
         folder: Folder of its L2. With neither, it has its own memory alone.
+        serde: ``shadowserve`` is this project's, which its process then imports.
+        adapter: Its client of ``redis``.
         strongest: True for its fastest known configuration, with shared memory to the workers; otherwise that of
             its documentation for a host without a GPU, with the flags that it requires.
     """
@@ -185,23 +208,51 @@ def lmcache_daemon(
     }
     if strongest:
         flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
-    if redis is not None:
-        host, _, redis_port = redis.address.rpartition(":")
-        adapter: dict[str, Any] = {"type": "resp", "host": host, "port": int(redis_port)}
-        adapter |= {"num_workers": 2} if strongest else {}
-        flags["--l2-adapter"] = json.dumps(adapter | ({"serde": {"type": "fp8"}} if fp8 else {}))
-    if folder is not None:
-        files = {"type": "fs_native", "base_path": str(folder), "num_workers": 2, "use_odirect": True}
-        flags["--l2-adapter"] = json.dumps(files)
+    environment = ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"}
+    if serde == "shadowserve":
+        environment["PYTHONPATH"] = str(product(logs / "product"))
+    if redis is not None or folder is not None:
+        flags["--l2-adapter"] = json.dumps(_l2_adapter(redis, folder, serde, adapter, strongest))
     with started(
         name,
         [str(python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair],
         logs,
         ready=re.compile("Uvicorn running on|Application startup complete"),
-        environment=ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"},
+        environment=environment,
         timeout_s=START_TIMEOUT_S,
     ) as child:
         yield LMCacheDaemon(child, f"127.0.0.1:{port}", f"http://127.0.0.1:{http}")
+
+
+def _l2_adapter(
+    redis: Child | None, folder: Path | None, serde: Serde, adapter: Adapter, strongest: bool
+) -> dict[str, Any]:
+    """Return LMCache's flag of an L2 adapter."""
+    workers = {"num_workers": 2} if strongest or folder is not None else {}
+    if folder is not None:
+        own: dict[str, Any] = {"type": "fs_native", "base_path": str(folder), "use_odirect": True}
+    elif redis is not None and adapter == "valkey":
+        own = {"type": "valkey", "startup_nodes": redis.address}
+    elif redis is not None:
+        host, _, port = redis.address.rpartition(":")
+        own = {"type": "resp", "host": host, "port": int(port)}
+    own |= workers
+    if serde != "shadowserve":
+        return own | ({"serde": {"type": serde}} if serde else {})
+    plugin = {"type": "plugin", "module_path": "host_control.lmcache.serde", "class_name": "Adapter"}
+    return plugin | {"adapter_params": own, "serde": {"type": serde, "identity": IDENTITY}}
+
+
+def product(folder: Path) -> Path:
+    """Return a folder with links to this project's packages, for an environment where it is not installed."""
+    for name in ("shadowserve", "host_control"):
+        package = folder / name
+        package.mkdir(parents=True, exist_ok=True)
+        for place in importlib.import_module(name).__path__:  # an editable install has two
+            for entry in Path(place).iterdir():
+                if entry.name != "__pycache__" and not (package / entry.name).exists():
+                    (package / entry.name).symlink_to(entry)
+    return folder
 
 
 @contextlib.contextmanager
