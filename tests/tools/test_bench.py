@@ -126,7 +126,7 @@ LACKING = {
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("control", "link", "memory", "tiers"),
+    *("control", "link", "memory", "quality", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):

@@ -166,7 +166,7 @@ BASELINES: Final[dict[str, dict[str, Treatment]]] = {
             )
             for bins in points
         }
-        for exact, points in ((0, (128, 96, 64, 48, 32)), (EXACT_TOKENS, (96, 64, 48, 32)))
+        for exact, points in ((0, (128, 64, 32)), (EXACT_TOKENS, (96, 64, 32)))
     },
     "per-channel keys (KIVI)": {f"{bits} bits": functools.partial(per_channel, bits=bits) for bits in (4, 3, 2)},
     "rotation (TurboQuant)": {

@@ -27,7 +27,7 @@ PRESETS: Final = ("near_lossless", "small", "tiny")
 BITS: Final = {"4 bits": 4.0, "2.9 bits": 2.9, "small": 2.35, "tiny": 1.75}
 """Targets in bits, headers not counted; ``near_lossless`` has a share of fp8's divergence as its target."""
 SHARE_OF_FP8: Final = 0.75
-LEARNT_TOKENS, SCORED_TOKENS = 1024, 256
+LEARNT_TOKENS, SCORED_TOKENS = 1024, 128
 WINDOWS: Final = 2
 """Windows of each text for calibration."""
 NOISE: Final = 0.5
