@@ -21,7 +21,7 @@ LINES: Final = (
         "combinations/test_combinations e2e/test_core_partition e2e/test_demo e2e/test_identity "
         "e2e/test_vllm_events e2e/test_vllm_groups "
         "e2e/test_vllm_disaggregation e2e/test_vllm_models e2e/test_vllm_pages e2e/test_vllm_ranks e2e/test_vllm_serve "
-        "models/test_models models/test_size scripts/test_measure_quality scripts/test_model_asset"
+        "models/test_models models/test_size scripts/test_model_asset"
     ).split(),
     (
         "e2e/test_vllm_cache e2e/test_vllm_cold e2e/test_vllm_hints "

@@ -50,6 +50,7 @@ BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "stages": (KERNELS, ["redis"]),
     "codecs": (KERNELS, []),
     "gpu": (KERNELS, []),
+    "quality": (KERNELS, ["torch", "transformers"]),
 }
 """For each benchmark what it runs, and the packages that it imports late."""
 NEEDS: Final = {name: packages for name, (_, packages) in BENCHES.items() if packages}

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The project's own small model: the asset in the repository."""
 
-import sys
+import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shadowserve_tools.bench.parts.real_model import RealModel
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = REPOSITORY / "tests" / "assets" / "model"
 HELD_OUT = REPOSITORY / "tests" / "assets" / "heldout.jsonl"
 
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 
-import measure_quality  # noqa: E402
+@pytest.fixture(scope="module")
+def model() -> RealModel:
+    return RealModel(MODEL)
 
 
 @pytest.fixture(scope="module")
-def held_out() -> list[bytes]:
-    return measure_quality.load_documents(HELD_OUT)
+def held_out(model: RealModel) -> list[list[int]]:
+    return [model.tokens(json.loads(line)["text"]) for line in HELD_OUT.read_text(encoding="utf-8").splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -41,26 +45,25 @@ def test_the_asset_is_small() -> None:
     assert HELD_OUT.stat().st_size <= 120_000
 
 
-def test_the_model_predicts_held_out_text(transformers_model: Any, held_out: list[bytes]) -> None:
+@torch.no_grad()
+def test_the_model_predicts_held_out_text(model: RealModel, held_out: list[list[int]]) -> None:
     bits = []
     for document in held_out[:4]:
-        cache = measure_quality.prefill(transformers_model, list(document[:512]))
-        bits.append(measure_quality.score(transformers_model, cache, list(document[512:1536]))[0])
+        predicted = model.predict(model.prefill(document[:512]), document[512:1535])
+        bits.append(-float(predicted.gather(1, torch.tensor(document[513:1536])[:, None]).mean()) / math.log(2))
     assert sum(bits) / len(bits) < 2.6  # a uniform prediction has 8, and counting bytes gives 4.7
 
 
-def test_a_wrong_chunk_in_the_prefix_changes_the_prediction(transformers_model: Any, held_out: list[bytes]) -> None:
+@torch.no_grad()
+def test_a_wrong_chunk_in_the_prefix_changes_the_prediction(model: RealModel, held_out: list[list[int]]) -> None:
     # Otherwise equal outputs would prove nothing about the fetched keys and values.
-    right, wrong = list(measure_quality.windows(held_out, 2048 + 161))[:2]
-    cache, other = (measure_quality.prefill(transformers_model, tokens[:2048]) for tokens in (right, wrong))
-    _, likeliest = measure_quality.score(transformers_model, cache, right[2048:])
+    right, wrong = [document[: 2048 + 161] for document in held_out if len(document) >= 2048 + 161][:2]
+    kv, other = model.prefill(right[:2048]), model.prefill(wrong[:2048])
+    likeliest = model.predict(kv, right[2048:])
     for first in range(0, 2048, 256):
-        mixed = [tuple(tensor.clone() for tensor in layer) for layer in cache]
-        for layer, layer_other in zip(mixed, other, strict=True):
-            for tensor, tensor_other in zip(layer, layer_other, strict=True):
-                tensor[:, :, first : first + 256] = tensor_other[:, :, first : first + 256]
-        _, changed = measure_quality.score(transformers_model, mixed, right[2048:])
-        assert not torch.equal(likeliest, changed), first
+        mixed = kv.clone()
+        mixed[:, :, first : first + 256] = other[:, :, first : first + 256]
+        assert not torch.equal(likeliest, model.predict(mixed, right[2048:])), first
 
 
 def test_heads_fit_vllm_on_a_cpu_and_two_ranks(transformers_model: Any) -> None:
@@ -88,11 +91,11 @@ def test_a_token_is_a_byte(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_every_held_out_document_survives_the_tokenizer(tokenizer: Any, held_out: list[bytes]) -> None:
+def test_every_held_out_document_survives_the_tokenizer(tokenizer: Any, held_out: list[list[int]]) -> None:
     for document in held_out:
-        ids = tokenizer(document.decode())["input_ids"]
+        ids = tokenizer(bytes(document).decode())["input_ids"]
         assert ids == list(document)
-        assert tokenizer.decode(ids) == document.decode()
+        assert tokenizer.decode(ids) == bytes(document).decode()
 
 
 def test_special_tokens_are_not_bytes(tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from shadowserve_tools import main
 from shadowserve_tools.bench import BENCHES
 from shadowserve_tools.bench.parts.kernels import Run, nothing, speeds_in_turns
 from shadowserve_tools.bench.peers.network import linked
+from shadowserve_tools.demo_model import OWN_MODEL
 from shadowserve_tools.report import Report, half_width, outcome, verdict
 from shadowserve_tools.simulate.fleet import checked
 
@@ -102,6 +103,9 @@ SMALL = {
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-tokens", "30"),
         *("--output-tokens", "100", "--fit", "4", "--demand", "1", "--demand", "2", "--repeats", "1"),
     ],
+    "quality": [
+        *("--model", str(OWN_MODEL), "--context", "512", "--scored", "64", "--windows", "1", "--prompts", "0"),
+    ],
     "gpu": [
         *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
         *("--kv-rate", "1", "--repeats", "1"),
@@ -127,7 +131,7 @@ LACKING = {
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("control", "link", "memory", "tiers"),
+    *("control", "link", "memory", "quality", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
