@@ -83,8 +83,6 @@ class Stores:
         tables = [tables[group.index] for group in self._groups.groups]
         published = state.disaggregation.publishes > 0
         stores = self.chunks(state, tables, chunk_keys, (known, end), states=False, published=published)
-        if self._events is not None:
-            self._events.storing(request, chunk_keys, stores)
         tail_keys = self._lookup.tail(request.request_id) if tail else []
         if tail:
             stores += self.tails(state, tables, chunk_keys, tail_keys[0], state.tail_end, published=published)
@@ -199,6 +197,8 @@ class Stores:
                         )
                     )
                 index += count + 1
+        if self._events is not None and not exact:
+            self._events.storing(state.request, chunk_keys, stores)
         return stores
 
     def tails(
