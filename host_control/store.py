@@ -237,7 +237,9 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
-            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose, reported)
+            chunk = _Staged(
+                part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose, reported
+            )
             if not self._stage(chunk, index, gather):
                 reachable = not chained
                 dropped.append(key)

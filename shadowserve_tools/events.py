@@ -236,7 +236,7 @@ class Publisher:
         for client, number in list(self._replays.items()):
             self._go_on(client, number)
         seconds = min(seconds, _REPLAY_WAIT_S) if self._replays else seconds
-        found = []
+        found: list[tuple[bytes, int]] = []
         if self._replay.poll(int(1000 * seconds)):
             while len(found) < 64 and self._replay.poll(0):
                 frames = self._replay.recv_multipart()

@@ -15,7 +15,7 @@ ENTRY_BYTES: Final = 1 + KEY_BYTES
 STORED, REMOVED, CLEARED = b"+", b"-", b"!" + bytes(KEY_BYTES)
 _SEGMENT_BYTES: Final = 1_024 * ENTRY_BYTES
 _UNREAD_S: Final = 600.0
-"""A log ends that nobody has read for so long: the next reader gets another one."""
+"""A log ends that was not read for so long: the next reader gets another one."""
 ENTRIES_MAX: Final = 8_192
 """Most entries of one read: 270 KB."""
 
@@ -67,7 +67,7 @@ class _Log:
 
 
 class Changes:
-    """The logs of all tenants; with the pool's lock held. A tenant has a log while somebody reads it.
+    """The logs of all tenants; with the pool's lock held. A tenant has a log while clients read it.
 
     Attributes:
         missed: Reads of which the log had dropped entries.
@@ -122,7 +122,7 @@ class Changes:
         return Read(current, position + len(entries) // ENTRY_BYTES, entries)
 
     def _open(self, tenant: int) -> _Log:
-        """Begin a tenant's log. The others get smaller; with too many, that which nobody has read for longest ends."""
+        """Begin a tenant's log. The others get smaller; with too many, the one that was not read for longest ends."""
         if len(self._logs) >= max(1, self.bytes_max // (2 * _SEGMENT_BYTES)):
             self._end(min(self._logs, key=lambda each: self._logs[each].read_at_s))
         opened = self._logs[tenant] = _Log()
