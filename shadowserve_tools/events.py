@@ -83,7 +83,6 @@ class Feed:
                 return
             self.started_over += 1
             self._whole = False
-            yield [{"type": "AllBlocksCleared"}]
             self._whole = yield from self._snapshot(self._client)
             if not self._whole:
                 self._again_s = time.monotonic() + max(_RETRY_S, time.monotonic() - began_s)
@@ -120,6 +119,7 @@ class Feed:
         """
         self._name = b""
         yield from self._read(client)
+        yield [{"type": "AllBlocksCleared"}]
         cursor, hashes = b"0", list[int]()
         for number in itertools.count(1):
             cursor, names = client.call("SCAN", cursor, "COUNT", str(_SCAN_KEYS))
