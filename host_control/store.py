@@ -103,6 +103,34 @@ class _RecentKeys(collections.OrderedDict[bytes, float]):
             self.popitem(last=False)
 
 
+class _Reports:
+    """Keys of stored chunks, and of chunks that were skipped because they are stored or wait."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.stored: list[bytes] = []
+        self.skipped: collections.deque[tuple[int, bytes]] = collections.deque()  # with the chunks staged before
+
+    def add(self, keys: list[bytes]) -> int:
+        """Add keys of stored chunks; return how many had no room."""
+        room = self.most - len(self.stored)
+        self.stored += keys[:room]
+        return len(keys[room:])
+
+    def skip(self, staged: int, key: bytes) -> None:
+        if len(self.skipped) < self.most:
+            self.skipped.append((staged, key))
+
+    def take(self, settled: int, recent: _RecentKeys) -> list[bytes]:
+        """Return what is stored, given how many staged chunks are settled, and the keys that were not dropped."""
+        stored, self.stored = self.stored, []
+        while self.skipped and self.skipped[0][0] <= settled:
+            _, key = self.skipped.popleft()
+            if key in recent:
+                stored.append(key)
+        return stored
+
+
 class StoreQueue:
     """Chunks that wait to be stored. :meth:`offer` is for the engine's thread; it never waits.
 
@@ -159,9 +187,7 @@ class StoreQueue:
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._reports_max = reports_max
-        self._stored: list[bytes] = []
-        self._skipped: collections.deque[tuple[int, bytes]] = collections.deque()  # with the chunks staged before
+        self._reports = _Reports(reports_max)
         self.details: dict[str, str] = {}
         prefix = secrets.token_hex(8)
         self._job_ids = (f"{prefix}-{number}" for number in itertools.count(1))
@@ -214,7 +240,6 @@ class StoreQueue:
             lasts_s: Seconds after which they are of no use; 0: for good.
             reported: :meth:`take_stored` tells when they are stored, also of those that are by now.
         """
-        reported = reported and self._reports_max > 0
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
         staged, dropped, shape = 0, list[bytes](), part if shape is None else shape
@@ -227,8 +252,8 @@ class StoreQueue:
             with self._condition:
                 if self._recent.get(key, float("-inf")) > absent_since:
                     self._recent.move_to_end(key)
-                    if reported and len(self._skipped) < self._reports_max:
-                        self._skipped.append((self.staged, key))
+                    if reported:
+                        self._reports.skip(self.staged, key)
                     continue
                 segment = self._registration.current
                 slot = self._slots.take(segment, part)
@@ -294,18 +319,12 @@ class StoreQueue:
 
     @property
     def has_stored(self) -> bool:
-        return bool(self._stored or self._skipped)
+        return bool(self._reports.stored or self._reports.skipped)
 
     def take_stored(self) -> list[bytes]:
         """Return the keys of chunks that were stored or found stored since the last call."""
         with self._condition:
-            stored, self._stored = self._stored, []
-            settled = self._settled()
-            while self._skipped and self._skipped[0][0] <= settled:
-                _, key = self._skipped.popleft()
-                if key in self._recent:  # it was not dropped since
-                    stored.append(key)
-        return stored
+            return self._reports.take(self._settled(), self._recent)
 
     def wait_tried(self, timeout: float) -> bool:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
@@ -444,9 +463,7 @@ class StoreQueue:
         stored = list(itertools.compress(batch, answer.stored))
         reports = [staged.key for staged in stored if staged.reported]
         with self._condition:
-            room = self._reports_max - len(self._stored)
-            self._stored += reports[:room]
-            if lost := len(reports[room:]):
+            if self._reports.most and (lost := self._reports.add(reports)):
                 self._counts["unreported"] += lost
         self._give_back(stored)
         self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
