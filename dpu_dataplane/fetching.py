@@ -64,6 +64,7 @@ class Fetch:
     window_s: float = 0.0  # seconds that the engine computes with each layer; 0 if not known
     mover: Mover = Mover.FETCH  # mover of the bytes, for the interference budget
     fetched_bytes: int = 0  # stored bytes read
+    tier_bytes: int = 0  # of these, from local tiers
     retries: frozenset[str] = frozenset()  # retries made
     cold: Mapping[bytes, bytes] = field(default_factory=dict)  # cold records to wait for: namespaces by key
     is_cold: bool = False  # its records are still on their way from object storage
@@ -159,8 +160,7 @@ class Fetcher:
         Beside an engine that decodes, the call ends early with OUTCOME_BATCH_FULL, because other calls wait. Returns
         once nothing reads or writes the regions any more. QueueFullError if too many fetches wait.
         """
-        metrics, began_s = self.resources.metrics, time.monotonic()
-        tier_bytes, was_cold = metrics.totals["tier_bytes"], False
+        metrics, began_s, was_cold = self.resources.metrics, time.monotonic(), False
         try:
             with self.tracer.fetch(job.owner, sum(len(part.keys) for part in fetch.parts)):
                 outcome, detail = await self._fetch_in_turn(job, fetch)
@@ -175,9 +175,8 @@ class Fetcher:
         metrics.totals["fetched_bytes"] += fetch.fetched_bytes
         metrics.totals["delivered_bytes"] += delivered_bytes
         if fetch.fetched_bytes and not was_cold:
-            is_local = 2 * (metrics.totals["tier_bytes"] - tier_bytes) >= fetch.fetched_bytes  # others may add some
-            now_s = time.monotonic()
-            (metrics.local_pace if is_local else metrics.storage_pace).add(fetch.fetched_bytes, now_s - began_s, now_s)
+            pace = metrics.local_pace if 2 * fetch.tier_bytes >= fetch.fetched_bytes else metrics.storage_pace
+            pace.add(fetch.fetched_bytes, (now_s := time.monotonic()) - began_s, now_s)
         return pb.FetchResponse(
             delivered=[pack(part.delivered) for part in fetch.parts],
             outcome=outcome,
@@ -270,6 +269,7 @@ class Fetcher:
             in_place = done.results == Result.OK
             turn.moved_bytes = int(moved[in_place].sum())
         fetch.fetched_bytes += done.received_bytes
+        fetch.tier_bytes += done.tier_bytes
         for group, part in enumerate(fetch.parts):
             mine = in_place & (groups == group)
             part.mark_delivered(plan.layers[mine], chunks[mine])

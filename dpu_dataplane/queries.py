@@ -22,7 +22,7 @@ from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
 from shadowserve.errors import StorageError
 from shadowserve.keys import KEY_BYTES, Extra, prefix_chain, record_keys, request_inputs
-from shadowserve.pieces import leading
+from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
 QUERY_TIMEOUT_S: Final = 2.0
@@ -120,10 +120,10 @@ class Queries:
         every = len(engine.namespaces)
         usable = np.isin(records.tiers, allowed)
         last = list(engine.last_namespaces.values())
-        ends = np.ones(usable.shape[1], np.bool_)
+        ends: Flags = np.ones(usable.shape[1], np.bool_)
         for row, count in zip(usable[every:], last, strict=True):
             ends &= _whole_behind(row, count)
-        reach = leading(usable[:every].all(axis=0)) if every else len(ends)
+        reach = leading(np.logical_and.reduce(usable[:every])) if every else len(ends)
         chunks = int(np.flatnonzero(ends[:reach])[-1]) + 1 if ends[:reach].any() else 0
         needed = np.zeros(records.tiers.shape, np.bool_)
         needed[:every, :chunks] = True
@@ -176,7 +176,8 @@ class Queries:
         async def read() -> list[Instance]:
             return self._engines.instances(model)[-_INSTANCES_MAX:]
 
-        return self._run(read(), until_s)
+        instances: list[Instance] = self._run(read(), until_s)
+        return instances
 
     def _find(self, namespaces: Sequence[bytes], chain: Sequence[bytes], until_s: float) -> _Records:
         """Look the records of chunks up. With the namespace ``b""``, the chain has record keys."""
@@ -225,10 +226,11 @@ class Queries:
         return round(expected)
 
 
-def _whole_behind(usable: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.bool_]:
+def _whole_behind(usable: Flags, count: int) -> Flags:
     """Tell of each chunk whether it and those before it, ``count`` in all, are usable."""
     misses = np.cumsum(~usable)
-    return misses - np.concatenate((np.zeros(min(count, len(misses)), np.int64), misses[:-count])) == 0
+    whole: Flags = misses - np.concatenate((np.zeros(min(count, len(misses)), np.int64), misses[:-count])) == 0
+    return whole
 
 
 def _described(found: Found, before_ms: int) -> tuple[int, int, int]:

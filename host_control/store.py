@@ -36,6 +36,7 @@ class _Staged:
         wait: Waits for the end of the copy; returns why the chunk is not to be stored, or empty. None: it has ended.
         published: Other engines may wait for the chunk.
         lasts_s: Seconds after which it is of no use; 0: for good.
+        reported: take_stored() tells of it.
     """
 
     part: int
@@ -48,6 +49,7 @@ class _Staged:
     published: bool = False
     lasts_s: float = 0.0
     purpose: Any = pb.PURPOSE_REQUEST
+    reported: bool = False
 
     def precedes(self, other: "_Staged") -> bool:
         """Tell if another chunk can be stored in the same call, right behind this one."""
@@ -101,6 +103,34 @@ class _RecentKeys(collections.OrderedDict[bytes, float]):
             self.popitem(last=False)
 
 
+class _Reports:
+    """Keys of stored chunks, and of chunks that were skipped because they are stored or wait."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.stored: list[bytes] = []
+        self.skipped: collections.deque[tuple[int, bytes]] = collections.deque()  # with the chunks staged before
+
+    def add(self, keys: list[bytes]) -> int:
+        """Add keys of stored chunks; return how many had no room."""
+        room = self.most - len(self.stored)
+        self.stored += keys[:room]
+        return len(keys[room:])
+
+    def skip(self, staged: int, key: bytes) -> None:
+        if len(self.skipped) < self.most:
+            self.skipped.append((staged, key))
+
+    def take(self, settled: int, recent: _RecentKeys) -> list[bytes]:
+        """Return what is stored, given how many staged chunks are settled, and the keys that were not dropped."""
+        stored, self.stored = self.stored, []
+        while self.skipped and self.skipped[0][0] <= settled:
+            _, key = self.skipped.popleft()
+            if key in recent:
+                stored.append(key)
+        return stored
+
+
 class StoreQueue:
     """Chunks that wait to be stored. :meth:`offer` is for the engine's thread; it never waits.
 
@@ -115,7 +145,7 @@ class StoreQueue:
         recent_keys: Number of keys that are remembered as stored.
         retry_interval: Seconds between attempts to connect while there is nothing to store.
         plain: Store uncompressed, so that devices can bring the chunks into pages.
-        reports_max: Most keys of stored chunks that wait for :meth:`take_stored`; the oldest are dropped.
+        reports_max: Most keys of stored chunks that wait for :meth:`take_stored`; later ones are counted and dropped.
 
     Attributes:
         last_error: Reason of the last failure to connect.
@@ -157,7 +187,7 @@ class StoreQueue:
         self.last_error = "connecting"
         self._tried = threading.Event()
         self._counts: collections.Counter[str] = collections.Counter()
-        self._stored: collections.deque[bytes] = collections.deque(maxlen=reports_max)
+        self._reports = _Reports(reports_max)
         self.details: dict[str, str] = {}
         prefix = secrets.token_hex(8)
         self._job_ids = (f"{prefix}-{number}" for number in itertools.count(1))
@@ -194,6 +224,7 @@ class StoreQueue:
         published: bool = False,
         lasts_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
+        reported: bool = False,
     ) -> int:
         """Stage consecutive chunks of one prompt and shard, without those that are stored; return their number.
 
@@ -207,6 +238,7 @@ class StoreQueue:
             absent_since: Time (monotonic) at which a lookup found the chunks absent; an earlier store does not count.
             published: Other engines may wait for them: those that are dropped are withdrawn.
             lasts_s: Seconds after which they are of no use; 0: for good.
+            reported: :meth:`take_stored` tells when they are stored, also of those that are by now.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -220,6 +252,8 @@ class StoreQueue:
             with self._condition:
                 if self._recent.get(key, float("-inf")) > absent_since:
                     self._recent.move_to_end(key)
+                    if reported:
+                        self._reports.skip(self.staged, key)
                     continue
                 segment = self._registration.current
                 slot = self._slots.take(segment, part)
@@ -228,7 +262,9 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
-            chunk = _Staged(part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose)
+            chunk = _Staged(
+                part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose, reported
+            )
             if not self._stage(chunk, index, gather):
                 reachable = not chained
                 dropped.append(key)
@@ -258,7 +294,10 @@ class StoreQueue:
     def settled(self) -> int:
         """Number of staged chunks, in their order, that are stored or dropped by now."""
         with self._condition:
-            return self.staged - len(self._queue) - self._busy
+            return self._settled()
+
+    def _settled(self) -> int:
+        return self.staged - len(self._queue) - self._busy
 
     def remember(self, keys: Sequence[bytes]) -> None:
         with self._condition:
@@ -280,14 +319,12 @@ class StoreQueue:
 
     @property
     def has_stored(self) -> bool:
-        return bool(self._stored)
+        return bool(self._reports.stored or self._reports.skipped)
 
     def take_stored(self) -> list[bytes]:
-        """Return the keys of chunks that were stored since the last call, in their order."""
+        """Return the keys of chunks that were stored or found stored since the last call."""
         with self._condition:
-            stored = list(self._stored)
-            self._stored.clear()
-        return stored
+            return self._reports.take(self._settled(), self._recent)
 
     def wait_tried(self, timeout: float) -> bool:
         """Wait for the first attempt to connect, at most ``timeout`` seconds; return True if it succeeded."""
@@ -424,8 +461,10 @@ class StoreQueue:
             # The data plane may still be reading these slots, so nothing is written into them again.
             self._registration.retire(release=True)
         stored = list(itertools.compress(batch, answer.stored))
+        reports = [staged.key for staged in stored if staged.reported]
         with self._condition:
-            self._stored.extend(staged.key for staged in stored)
+            if self._reports.most and (lost := self._reports.add(reports)):
+                self._counts["unreported"] += lost
         self._give_back(stored)
         self._drop(list(itertools.compress(batch, ~answer.stored)), answer.reason, answer.detail)
 

@@ -83,7 +83,6 @@ class Feed:
                 return
             self.started_over += 1
             self._whole = False
-            yield [{"type": "AllBlocksCleared"}]
             self._whole = yield from self._snapshot(self._client)
             if not self._whole:
                 self._again_s = time.monotonic() + max(_RETRY_S, time.monotonic() - began_s)
@@ -120,6 +119,7 @@ class Feed:
         """
         self._name = b""
         yield from self._read(client)
+        yield [{"type": "AllBlocksCleared"}]
         cursor, hashes = b"0", list[int]()
         for number in itertools.count(1):
             cursor, names = client.call("SCAN", cursor, "COUNT", str(_SCAN_KEYS))
@@ -236,7 +236,7 @@ class Publisher:
         for client, number in list(self._replays.items()):
             self._go_on(client, number)
         seconds = min(seconds, _REPLAY_WAIT_S) if self._replays else seconds
-        found = []
+        found: list[tuple[bytes, int]] = []
         if self._replay.poll(int(1000 * seconds)):
             while len(found) < 64 and self._replay.poll(0):
                 frames = self._replay.recv_multipart()

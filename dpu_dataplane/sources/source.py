@@ -50,6 +50,7 @@ class Delivered:
     results: npt.NDArray[np.uint32]
     failures: dict[int, Failure] = field(default_factory=dict)  # failed pieces, by id
     received_bytes: int = 0  # bytes read
+    tier_bytes: int = 0  # of these, from local tiers
     stop: Stop | None = None  # why the job ended before the plan was done
 
     def padded(self, count: int) -> Self:

@@ -104,10 +104,9 @@ class StoreEvents:
         return self
 
     def storing(self, request: Any, chunk_keys: Sequence[bytes], operations: Iterable[StoreOperation]) -> None:
-        """Note stores of a request's chunks, which have ``chunk_keys``; those of its tail have no events."""
+        """Note stores of a request's chunks, which have ``chunk_keys``."""
         for operation in operations:
-            if not operation.tail_tokens and operation.chunk_keys[0] in chunk_keys:
-                self._note(request, chunk_keys, operation, chunk_keys.index(operation.chunk_keys[0]))
+            self._note(request, chunk_keys, operation, chunk_keys.index(operation.chunk_keys[0]))
         while len(self._storing) > _STORING_MAX:
             self._storing.popitem(last=False)
 
@@ -153,8 +152,7 @@ class StoreEvents:
         """Make the events of records that workers have stored."""
         for each in hashes:
             if (chunk := self._storing.pop(each, None)) is None:
-                self._counts.add("dropped_events")
-                continue
+                continue  # another rank has stored it too, or the weights have changed
             group, _ = chunk.key
             kind, sliding_window = self._specs[group]
             self._queue.add(

@@ -84,8 +84,6 @@ class Stores:
         published = state.disaggregation.publishes > 0
         lasts_s, span = state.hints.ttl_s, (known, end)
         stores = self.chunks(state, tables, chunk_keys, span, states=False, published=published, lasts_s=lasts_s)
-        if self._events is not None:
-            self._events.storing(request, chunk_keys, stores)
         tail_keys = self._lookup.tail(request.request_id) if tail else []
         if tail:
             stores += self.tails(
@@ -204,6 +202,8 @@ class Stores:
                         )
                     )
                 index += count + 1
+        if self._events is not None and not exact:
+            self._events.storing(state.request, chunk_keys, stores)
         return stores
 
     def tails(

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -19,6 +19,9 @@ from host_control.vllm.shards import Rank, Shard, WorkerShards
 from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.keys import block_hash, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
+
+_NAMES: Final = {"stored": "stored_chunks", "unreported": "dropped_events"}
+"""Metrics of the store queue's counters that have other names."""
 
 
 class WorkerStores:
@@ -104,6 +107,7 @@ class WorkerStores:
             published=operation.published,
             lasts_s=operation.lasts_s,
             purpose=purpose,
+            reported=not (operation.exact or operation.lasts_s or operation.tail_tokens),
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
 
@@ -137,7 +141,7 @@ class WorkerStores:
                 self._counts.add("dropped_stores", count, reason=reason)
                 self._failures.warn("chunks were not stored", reason, self.queue.details.get(reason, ""))
             else:
-                self._counts.add("stored_chunks" if name == "stored" else name, count)
+                self._counts.add(_NAMES.get(name, name), count)
 
     def close(self) -> None:
         if self.queue is not None:

@@ -15,7 +15,7 @@ ENTRY_BYTES: Final = 1 + KEY_BYTES
 STORED, REMOVED, CLEARED = b"+", b"-", b"!" + bytes(KEY_BYTES)
 _SEGMENT_BYTES: Final = 1_024 * ENTRY_BYTES
 _UNREAD_S: Final = 600.0
-"""A log ends that nobody has read for so long: the next reader gets another one."""
+"""A log ends that was not read for so long: the next reader gets another one."""
 ENTRIES_MAX: Final = 8_192
 """Most entries of one read: 270 KB."""
 
@@ -35,31 +35,25 @@ class _Log:
         self.name = secrets.token_hex(8).encode()
         self.first = 0  # position of the first entry that is kept
         self.read_at_s = 0.0  # time of the last read
-        self._segments: deque[bytearray] = deque([bytearray()])
-        self._last = self._segments[0]
+        self.last = bytearray()  # the last segment
+        self._segments: deque[bytearray] = deque([self.last])
 
     @property
     def size(self) -> int:
-        return (len(self._segments) - 1) * _SEGMENT_BYTES + len(self._last)
+        return (len(self._segments) - 1) * _SEGMENT_BYTES + len(self.last)
 
     @property
     def end(self) -> int:
         return self.first + self.size // ENTRY_BYTES
 
-    @property
-    def is_full(self) -> bool:
-        """True if the next entry begins a segment."""
-        return len(self._last) == _SEGMENT_BYTES
-
-    def add(self, entry: bytes, bytes_max: int) -> None:
-        if self.is_full:
-            self._last = bytearray()
-            self._segments.append(self._last)
-            self.trim(bytes_max)
-        self._last += entry
+    def begin_segment(self, bytes_max: int) -> None:
+        """Begin a segment, and drop the oldest ones beyond ``bytes_max``."""
+        self.last = bytearray()
+        self._segments.append(self.last)
+        self.trim(bytes_max)
 
     def trim(self, bytes_max: int) -> None:
-        """Drop the oldest entries, so that the log with a full last segment has at most that many bytes."""
+        """Drop the oldest segments beyond ``bytes_max``; the last one counts as full."""
         while len(self._segments) > 1 and len(self._segments) * _SEGMENT_BYTES > bytes_max:
             self.first += len(self._segments.popleft()) // ENTRY_BYTES
 
@@ -73,33 +67,40 @@ class _Log:
 
 
 class Changes:
-    """The logs of all tenants; with the pool's lock held. A tenant has a log while somebody reads it.
+    """The logs of all tenants; with the pool's lock held. A tenant has a log while clients read it.
 
     Attributes:
-        entries: Entries that were logged so far.
         missed: Reads of which the log had dropped entries.
     """
 
     def __init__(self, bytes_max: int) -> None:
         """``bytes_max``: most bytes of all logs, each with an equal share; 0 for no logs."""
         self.bytes_max = bytes_max
-        self.entries = self.missed = 0
+        self.missed = 0
         self._logs: dict[int, _Log] = {}
+        self._ended_entries = 0  # entries of logs that have ended
+
+    @property
+    def entries(self) -> int:
+        """Entries that were logged so far."""
+        return self._ended_entries + sum(log.end for log in list(self._logs.values()))
 
     @property
     def size(self) -> int:
-        return sum(log.size for log in self._logs.values())
+        return sum(log.size for log in list(self._logs.values()))
 
     def note(self, tenant: int, sign: bytes, key: bytes) -> None:
-        """Log that a chunk key of a tenant came or went."""
+        """Log that a chunk key of a tenant came or went. Hot path: for each put and eviction."""
         log = self._logs.get(tenant)
-        if log is None:
-            return
-        if log.is_full and time.monotonic() - log.read_at_s > _UNREAD_S:
-            del self._logs[tenant]
-            return
-        log.add(sign + key, self.bytes_max // len(self._logs))
-        self.entries += 1
+        if log is not None:
+            last = log.last
+            last += sign
+            last += key
+            if len(last) == _SEGMENT_BYTES:
+                if time.monotonic() - log.read_at_s > _UNREAD_S:
+                    self._end(tenant)
+                else:
+                    log.begin_segment(self.bytes_max // len(self._logs))
 
     def cleared(self, tenant: int | None) -> None:
         """Log that all keys of a tenant, or of all tenants, are gone."""
@@ -121,10 +122,13 @@ class Changes:
         return Read(current, position + len(entries) // ENTRY_BYTES, entries)
 
     def _open(self, tenant: int) -> _Log:
-        """Begin a tenant's log. The others get smaller; with too many, that which nobody has read for longest ends."""
-        if len(self._logs) >= max(1, self.bytes_max // _SEGMENT_BYTES):
-            del self._logs[min(self._logs, key=lambda each: self._logs[each].read_at_s)]
+        """Begin a tenant's log. The others get smaller; with too many, the one that was not read for longest ends."""
+        if len(self._logs) >= max(1, self.bytes_max // (2 * _SEGMENT_BYTES)):
+            self._end(min(self._logs, key=lambda each: self._logs[each].read_at_s))
         opened = self._logs[tenant] = _Log()
         for log in self._logs.values():
             log.trim(self.bytes_max // len(self._logs))
         return opened
+
+    def _end(self, tenant: int) -> None:
+        self._ended_entries += self._logs.pop(tenant).end

@@ -29,7 +29,9 @@ def keys_of_prompt(namespace: bytes, salt: str | None = None) -> list[bytes]:
     return record_keys(namespace, prefix_chain(CHAIN, TOKENS, chunk_tokens=SHAPE.tokens, extra=extra))
 
 
-def engine_of(instance: str, *namespaces: bytes, last: Sequence[bytes] = (), last_chunks: int = 1, model: str = "m") -> pb.Engine:
+def engine_of(
+    instance: str, *namespaces: bytes, last: Sequence[bytes] = (), last_chunks: int = 1, model: str = "m"
+) -> pb.Engine:
     index = pb.EngineIndex(
         model=model,
         instance=instance,

@@ -144,6 +144,22 @@ def test_chunk_that_was_evicted_is_stored_again(queue: StoreQueue, plane: Script
     assert list(plane.records) == keys(2)
 
 
+def test_reports_tell_of_chunks_once_they_are_stored_also_of_skipped_ones_and_count_lost_reports(
+    make_queue: MakeQueue, plane: ScriptedDataPlane
+) -> None:
+    queue = make_queue(reports_max=3)
+    plane.script.stall.add("Store")
+    assert queue.offer(keys(2), gather, reported=True) == 2
+    assert queue.offer(keys(1), gather, reported=True) == 0
+    assert queue.take_stored() == []
+    plane.script.unstall.set()
+    stored(queue)
+    assert queue.take_stored() == [*keys(2), *keys(1)] and not queue.has_stored
+    assert queue.offer(keys(5, 10), gather, reported=True) == 5 and queue.offer(keys(1, 20), gather) == 1
+    stored(queue)
+    assert queue.take_stored() == keys(3, 10) and queue.take_counts()["unreported"] == 2
+
+
 def test_memory_of_recent_keys_is_bounded(queue: StoreQueue) -> None:
     many = [bytes([0, number]) * 16 for number in range(17)]
     queue.remember(many)

@@ -17,6 +17,7 @@ def test_the_logs_of_all_tenants_stay_within_the_limit() -> None:
         name, position, _ = changes.read(tenant, b"", 0, 0)
         changes.note(tenant, STORED, bytes(32))
         assert changes.read(tenant, name, position, 0).entries == STORED + bytes(32)
+    assert changes.entries == 20 * 10_001
 
 
 def test_a_log_ends_that_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:

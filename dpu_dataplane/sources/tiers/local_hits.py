@@ -233,6 +233,7 @@ class LocalHits:
         in_place = self.local & (done.results == Result.OK)
         size = int(self.plan.pieces["body_length"][in_place].sum())
         done.received_bytes += size
+        done.tier_bytes += size
         self._metrics.totals["tier_bytes"] += size
 
     def drop_lost(self, results: npt.NDArray[np.uint32]) -> list[int]:
