@@ -79,8 +79,8 @@ class DataPlaneConfig(Section):
     metrics_port: int | None = Field(None, ge=0, le=65535)
     """Port of the HTTP endpoint; none for no endpoint, 0 takes a free port."""
     query_token: SecretStr = SecretStr("")
-    """Token of routers that may POST /query and /directory/lookup to the HTTP endpoint (docs/guides/routers.md), at least
-    16 characters; empty for no queries. Prefer SHADOWSERVE_DPU_QUERY_TOKEN to a file."""
+    """Token of routers that may POST /query and /directory/lookup to the HTTP endpoint (docs/guides/routers.md), at
+    least 16 characters; empty for no queries. Prefer SHADOWSERVE_DPU_QUERY_TOKEN to a file."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level of log lines."""
     log_format: LogFormat = "text"

@@ -21,7 +21,7 @@ from dpu_dataplane.sources.found import Cold, Found, Stored, Unanswered
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX
 from shadowserve.errors import StorageError
 from shadowserve.keys import KEY_BYTES, Extra, prefix_chain, record_keys, request_inputs
-from shadowserve.pieces import leading
+from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
 QUERY_TIMEOUT_S: Final = 2.0
@@ -114,8 +114,8 @@ class Queries:
         every = len(engine.namespaces)
         records = self._find([*engine.namespaces, *engine.last_namespaces], _chain(engine, tokens, salt))
         usable = np.isin(records.tiers, allowed)
-        ends = usable[every:].all(axis=0)
-        reach = leading(usable[:every].all(axis=0)) if every else len(ends)
+        ends: Flags = np.logical_and.reduce(usable[every:])
+        reach = leading(np.logical_and.reduce(usable[:every])) if every else len(ends)
         chunks = int(np.flatnonzero(ends[:reach])[-1]) + 1 if ends[:reach].any() else 0
         needed = np.zeros(records.tiers.shape, np.bool_)
         needed[:every, :chunks] = True
@@ -165,7 +165,8 @@ class Queries:
         async def read() -> list[Instance]:
             return self._engines.instances(model)[-_INSTANCES_MAX:]
 
-        return self._run(read())
+        instances: list[Instance] = self._run(read())
+        return instances
 
     def _find(self, namespaces: Sequence[bytes], chain: Sequence[bytes]) -> _Records:
         """Look the records of chunks up. With the namespace ``b""``, the chain has record keys."""

@@ -57,7 +57,8 @@ OBJECTS = {
     "vllm.config.LoadConfig": "load_format download_dir model_loader_extra_config",
     "vllm.config.LoRAConfig": "lora_dtype target_modules enable_tower_connector_lora",
     "vllm.config.SpeculativeConfig": "method model draft_model_config use_eagle use_eagle_block_drop",
-    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer engine_id",
+    "vllm.config.KVTransferConfig": "kv_connector_extra_config kv_load_failure_policy is_kv_consumer is_kv_producer "
+    "engine_id",
     "vllm.config.CompilationConfig": "static_forward_context pass_config",
     "vllm.v1.kv_cache_interface.KVCacheConfig": "kv_cache_groups num_blocks",
     "vllm.v1.kv_cache_interface.KVCacheGroupSpec": "layer_names kv_cache_spec enable_kv_transfer",

@@ -7,8 +7,8 @@ Both answer 200 or 503, with one line per check: ``ok``, ``failed`` or ``warning
 
 No client can delay a probe, which would cause a restart: one thread reads the requests of all connections
 (http_front.py), another answers only /healthz and /readyz, and its answers fit the socket's buffer. Other threads
-answer /metrics and the page, and others POST requests with a token. Requests over the loopback interface must name it by IP address or as localhost, against
-web pages that use DNS rebinding.
+answer /metrics and the page, and others POST requests with a token. Requests over the loopback interface must name it
+by IP address or as localhost, against web pages that use DNS rebinding.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _OTHERS_MAX: Final = 16
 """Waiting requests for metrics; further ones get 503."""
 _POSTS_THREADS: Final = 2
 _POSTS_MAX: Final = 16
-"""POST requests that are received, wait or run at the same time; further ones get 503. It bounds the memory of bodies."""
+"""POST requests that are received, wait or run at a time; further ones get 503. It bounds the memory of bodies."""
 _BODY_BYTES_MAX: Final = 2 << 20
 _ANSWER_TIMEOUT_S: Final = 10.0
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Type: text/plain\r\n\r\ntoo many requests\n"

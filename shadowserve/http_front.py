@@ -1,8 +1,8 @@
 """Reader of HTTP requests: one thread reads all connections, and no connection can block it.
 
-A connection has a deadline and a size limit for its request; a body is read only where the program admits it. The number of connections without a complete request is
-limited, in total and per address; over the limit the oldest one of the address with most is closed. Other threads
-answer complete requests, so slow answers do not delay reading.
+A connection has a deadline and a size limit for its request; a body is read only if the program admits it. The number
+of connections without a complete request is limited, in total and per address; over the limit the oldest one of the
+address with most is closed. Other threads answer complete requests, so slow answers do not delay reading.
 """
 
 import contextlib

@@ -197,7 +197,7 @@ class Publisher:
 
     def wait(self, seconds: float) -> list[tuple[bytes, int]]:
         """Wait for requests to replay; return client and first number of each."""
-        found = []
+        found: list[tuple[bytes, int]] = []
         if self._replay.poll(int(1000 * seconds)):
             while len(found) < 64 and self._replay.poll(0):
                 frames = self._replay.recv_multipart()

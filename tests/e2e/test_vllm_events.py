@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, replayed
 from kv_events import DECODER as decoder
+from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, replayed
 from machine import WAIT_MAX_S, wait_for
 
 from shadowserve.keys import block_hash

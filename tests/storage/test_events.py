@@ -1,4 +1,4 @@
-"""A router's index, made from the feed of a storage node, agrees with the node: also after evictions, restarts, loss."""
+"""A router's index, made from a storage node's feed, agrees with the node after evictions, restarts and loss."""
 
 import contextlib
 import os
@@ -187,14 +187,15 @@ def test_a_slow_reader_costs_bounded_memory_and_starts_over(start: Start, route:
     assert int(client.info("shadowserve")["events_bytes"]) <= 128 << 10
     assert client.call("KV.EVENTS", name, position) == [name, count, None]
     assert client.call("KV.EVENTS", name, count) == [name, count, b""]
-    assert client.call("KV.EVENTS", name, count - 1) == [name, count, b"+" + bytes.fromhex(key_of(count - 1)[3:].decode())]
+    last = b"+" + bytes.fromhex(key_of(count - 1)[3:].decode())
+    assert client.call("KV.EVENTS", name, count - 1) == [name, count, last]
     for absurd in (count + 1, -1, 1 << 62):
         assert client.call("KV.EVENTS", name, absurd) == [name, count, None]
     assert child.samples()["shadowserve_storage_events_missed_total"] == 4
     assert route(child.port).index.hashes == set(range(count))
 
 
-def test_without_events_bytes_max_there_is_no_feed_and_the_program_says_so(client: Client, shared_server: Child) -> None:
+def test_without_a_log_there_is_no_feed_and_the_program_says_so(client: Client, shared_server: Child) -> None:
     reply = client.call("KV.EVENTS", "", 0)
     assert isinstance(reply, ErrorReply) and b"set events_bytes_max" in reply
     for flags, said in (
