@@ -31,24 +31,23 @@ class _Log:
     def __init__(self) -> None:
         self.name = secrets.token_hex(8).encode()
         self.first = 0  # position of the first entry that is kept
-        self._segments: deque[bytearray] = deque([bytearray()])
-        self._last = self._segments[0]
+        self.last = bytearray()  # the last segment
+        self._segments: deque[bytearray] = deque([self.last])
 
     @property
     def size(self) -> int:
-        return (len(self._segments) - 1) * _SEGMENT_BYTES + len(self._last)
+        return (len(self._segments) - 1) * _SEGMENT_BYTES + len(self.last)
 
     @property
     def end(self) -> int:
         return self.first + self.size // ENTRY_BYTES
 
-    def add(self, entry: bytes, bytes_max: int) -> None:
-        if len(self._last) == _SEGMENT_BYTES:
-            self._last = bytearray()
-            self._segments.append(self._last)
-            while len(self._segments) > 2 and self.size + _SEGMENT_BYTES > bytes_max:
-                self.first += len(self._segments.popleft()) // ENTRY_BYTES
-        self._last += entry
+    def begin_segment(self, bytes_max: int) -> None:
+        """Begin a segment, and drop the oldest ones beyond ``bytes_max``."""
+        self.last = bytearray()
+        self._segments.append(self.last)
+        while len(self._segments) > 2 and self.size + _SEGMENT_BYTES > bytes_max:
+            self.first += len(self._segments.popleft()) // ENTRY_BYTES
 
     def read(self, position: int) -> bytes:
         number, begin = divmod((position - self.first) * ENTRY_BYTES, _SEGMENT_BYTES)
@@ -63,26 +62,33 @@ class Changes:
     """The logs of all tenants; with the pool's lock held. A tenant has a log from its first read() on.
 
     Attributes:
-        entries: Entries that were logged so far.
         missed: Reads of which the log had dropped entries.
     """
 
     def __init__(self, bytes_max: int) -> None:
         """``bytes_max``: most bytes of all logs, each with an equal share; 0 for no logs."""
         self.bytes_max = bytes_max
-        self.entries = self.missed = 0
+        self.missed = 0
         self._logs: dict[int, _Log] = {}
+
+    @property
+    def entries(self) -> int:
+        """Entries that were logged so far."""
+        return sum(log.end for log in self._logs.values())
 
     @property
     def size(self) -> int:
         return sum(log.size for log in self._logs.values())
 
     def note(self, tenant: int, sign: bytes, key: bytes) -> None:
-        """Log that a chunk key of a tenant came or went."""
+        """Log that a chunk key of a tenant came or went. Hot path: for each put and eviction."""
         log = self._logs.get(tenant)
         if log is not None:
-            log.add(sign + key, self.bytes_max // len(self._logs))
-            self.entries += 1
+            last = log.last
+            last += sign
+            last += key
+            if len(last) == _SEGMENT_BYTES:
+                log.begin_segment(self.bytes_max // len(self._logs))
 
     def cleared(self, tenant: int | None) -> None:
         """Log that all keys of a tenant, or of all tenants, are gone."""
