@@ -161,7 +161,7 @@ def _confirm(client: LeanSocket) -> None:
 
 
 def _lag(programs: Programs, keys: Iterator[int]) -> float:
-    """Return the memory of a log that nobody reads any more, over its bound, after more changes than it holds."""
+    """Return the memory of a log without a reader, over its bound, after more changes than it holds."""
     node = programs.storage("--memory-budget-bytes", _MEMORY, "--events-bytes-max", str(_SMALL_LOG))
     host, _, port = node.address.rpartition(":")
     with StorageClient(Login(host=host, port=int(port)), 60.0) as client:
