@@ -32,6 +32,7 @@ def missing_package(error: ModuleNotFoundError) -> NotInstalledError:
 
 def _install(name: str) -> str:
     """Return the command that installs a package: by the extra that has it, or by its name."""
+    name = {"zmq": "pyzmq"}.get(name, name)
     same = re.compile(rf"{name.replace('_', '[-_]')}\b.*extra == ['\"](\w+)['\"]", re.IGNORECASE)
     try:
         found = filter(None, map(same.match, importlib.metadata.requires("shadowserve") or ()))

@@ -13,7 +13,7 @@ from shadowserve.native import IndexFlag
 from shadowserve.pool import buffers
 from shadowserve.pool.changes import REMOVED
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, is_chunk_key, parse_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry, chunk_of, parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRY_OVERHEAD_BYTES, Address, Item
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
@@ -139,10 +139,8 @@ class Heap(Core):
         if self.clears.under_way or not item.is_plain:
             self.forget(Entry(slot, self.index.read(slot)), remember=True)
             return True
-        if self.changes is not None and is_chunk_key(item.key):
-            tenant, key, name = parse_key((item.tenant, item.key))
-            if name is None:
-                self.changes.note(tenant, REMOVED, key)
+        if self.changes is not None and (key := chunk_of(item.key)) is not None:
+            self.changes.note(item.tenant, REMOVED, key)
         del self._slots[slot], item.names[item.key]
         self.taken_bytes -= item.size
         self.index.evict(slot)

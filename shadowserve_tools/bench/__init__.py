@@ -39,6 +39,7 @@ BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "nodes": (TRANSFER, []),
     "storage": (TRANSFER, ["redis"]),
     "commands": (TRANSFER, []),
+    "events": (TRANSFER, ["zmq", "msgspec"]),
     "aggregate": (TRANSFER, ["redis"]),
     "schedule": (TRANSFER, []),
     "memory": (TRANSFER, []),
