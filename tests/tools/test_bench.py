@@ -117,7 +117,7 @@ def may_link() -> bool:
         return False
 
 
-OTHERS_INSTALL = {"fetch", "link", "serving", "tiers"}
+OTHERS_INSTALL = {"agents", "fetch", "link", "serving", "tiers"}
 """Benchmarks whose output lists peers that are not installed."""
 LACKING = {
     *(() if may_link() else ("link", "layers", "nodes", "auto", "decide", "queue")),
@@ -127,7 +127,7 @@ LACKING = {
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("control", "link", "memory", "tiers"),
+    *("agents", "control", "link", "memory", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
