@@ -122,7 +122,7 @@ def may_link() -> bool:
         return False
 
 
-OTHERS_INSTALL = {"fetch", "link", "serving", "tiers"}
+OTHERS_INSTALL = {"agents", "fetch", "link", "serving", "tiers"}
 """Benchmarks whose output lists peers that are not installed."""
 LACKING = {
     *(() if may_link() else ("link", "layers", "nodes", "auto", "decide", "queue")),
@@ -132,7 +132,7 @@ LACKING = {
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("control", "link", "memory", "quality", "tiers"),
+    *("agents", "control", "link", "memory", "quality", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
