@@ -1,15 +1,14 @@
 """Measures what the feed of stored and evicted keys costs a core.
 
-Method: a full storage node in memory, to which a client sends new keys, so each one evicts another. ``shadowserve
-events`` follows and publishes, and a subscriber in this process reads. Beside it, in turns, the same with a node that
-keeps no log. The CPU time of the node with the log, less that without it, and all of the publishing process, divided
-by the changes and scaled to 100,000 changes a second, is ``feed_cores``. At the end the subscriber's index must be
-equal to the node's keys. ``lag_over_bound`` is the memory of the log after more changes than it holds, unread.
+Method: records are put into two full pools in memory, in turns, so each put evicts another record; one pool logs its
+changes. The added CPU time per change is the node's part. For the publisher's part, a client fills a storage node,
+``shadowserve events`` follows and publishes, and a subscriber in this process reads: the CPU time of that process per
+change. Both, scaled to 100,000 changes a second, are ``feed_cores``. At the end the subscriber's index must be equal to
+the node's keys. ``lag_over_bound`` is the memory of the log after more changes than it holds, unread.
 
-Prediction: the node appends 33 bytes for each change, 0.35 us; publishing takes 0.2 us. Both: 0.055 of a core.
+Prediction: the pool appends 33 bytes for each change, 0.4 us; publishing takes 0.3 us. Both: 0.07 of a core.
 """
 
-import functools
 import itertools
 import os
 import re
@@ -24,12 +23,16 @@ import psutil
 import zmq
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.keys import storage_key
+from shadowserve.pool.memory_pool import MemoryPool
+from shadowserve.pool.types import DEFAULT_TENANT
 from shadowserve.resp import encode_command
 from shadowserve_tools.bench.parts.lean import LeanSocket
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.processes import Child, Programs, started, until
-from shadowserve_tools.report import Cost, Report, cpu_s, cpus, in_turns, walls
+from shadowserve_tools.report import Report, cpu_s, tracked
 from shadowserve_tools.storage_client import Login, StorageClient
+from storage_kv.config import StorageConfig
 
 _KEYS: Final = 250
 """Keys of one command."""
@@ -39,7 +42,6 @@ _MEMORY: Final = "16 MiB"
 _LOG: Final = 64 << 20
 _SMALL_LOG: Final = 1 << 20
 _SCALE: Final = 100_000
-_LOGGED, _PLAIN = "with the feed", "without"
 
 
 class _Subscriber:
@@ -88,56 +90,59 @@ class _Subscriber:
         self._socket.close(linger=0)
 
 
-@benchmark("node", "stores", "changes_per_s", "node_us_each", "publisher_us_each", "load", bars=["node_us_each"])
+@benchmark("part", "stores", "us_each", "load", bars=["us_each"])
 @whole("--stores", 100_000, "Stored keys of a run; each evicts another.", 1_000)
 @repeats_option(5, "Pairs of runs.")
 def events(report: Report, programs: Programs, stores: int, repeats: int) -> None:
     """Measure the CPU time of the feed of stored and evicted keys."""
-    nodes = {
-        _LOGGED: programs.storage("--memory-budget-bytes", _MEMORY, "--events-bytes-max", str(_LOG)),
-        _PLAIN: programs.storage("--memory-budget-bytes", _MEMORY),
-    }
+    logged, changes = _logging(stores, repeats), 2 * stores
+    node = programs.storage("--memory-budget-bytes", _MEMORY, "--events-bytes-max", str(_LOG))
     endpoint = f"ipc://{programs.logs}/events"
-    command = [sys.executable, "-m", "shadowserve_tools", "events", nodes[_LOGGED].address, "--endpoint", endpoint]
+    command = [sys.executable, "-m", "shadowserve_tools", "events", node.address, "--endpoint", endpoint]
     command += ["--replay-endpoint", f"{endpoint}-replay"]
     relay = programs.enter_context(started("events", command, programs.logs, ready=re.compile(r"ready \d")))
     subscriber = _Subscriber(endpoint)
     programs.callback(subscriber.close)
     keys = itertools.count()
-    for node in nodes.values():  # until it is full
-        _store(node, keys, 50_000)
+    _store(node, keys, 50_000)  # until it is full
     published: list[float] = []
-
-    def run(node: Child) -> Cost:
-        process, publisher = psutil.Process(node.process.pid), psutil.Process(relay.process.pid)
-        before, published_s, began_s = cpu_s(process), cpu_s(publisher), time.perf_counter()
+    for _ in tracked(range(repeats), "publishing"):
+        before = cpu_s(psutil.Process(relay.process.pid))
         _store(node, keys, stores)
-        wall_s = time.perf_counter() - began_s
-        if node is nodes[_LOGGED]:
-            last = next(keys)  # its event comes last
-            _store(node, iter([last]), 1)
-            until(lambda: subscriber.has(last), "the last key in the feed")
-            published.append(cpu_s(publisher) - published_s)
-        return Cost(wall_s, cpu_s(process) - before)
-
-    costs = in_turns(repeats, {name: functools.partial(run, node) for name, node in nodes.items()}, "storing")
-    changes = 2 * stores
-    del published[:-repeats]  # those of the warm-up
-    for name, own in costs.items():
-        report.row(
-            node=name, stores=stores, changes_per_s=changes / statistics.median(walls(own)),
-            node_us_each=statistics.median(cpus(own)) / changes * 1e6,
-            publisher_us_each=statistics.median(published) / changes * 1e6 if name == _LOGGED else 0.0,
-            load=os.getloadavg()[0],
-        )  # fmt: skip
-    added = [with_ - without for with_, without in zip(cpus(costs[_LOGGED]), cpus(costs[_PLAIN]), strict=True)]
-    shares = [(node + relay_s) / changes * _SCALE for node, relay_s in zip(added, published, strict=True)]
+        last = next(keys)  # its event comes last
+        _store(node, iter([last]), 1)
+        until(lambda: subscriber.has(last), "the last key in the feed")  # noqa: B023
+        published.append((cpu_s(psutil.Process(relay.process.pid)) - before) / changes)
+    for part, own in (("log of the pool", logged), ("publisher", published)):
+        report.row(part=part, stores=stores, us_each=statistics.median(own) * 1e6, load=os.getloadavg()[0])
+    shares = [(log_s + relay_s) * _SCALE for log_s, relay_s in zip(logged, published, strict=True)]
     report.ratio("feed_cores", shares, "at most 0.1 at 100,000 changes a second")
-    report.ratio("publisher_cores", [each / changes * _SCALE for each in published], "part of feed_cores")
-    host, _, port = nodes[_LOGGED].address.rpartition(":")
+    report.ratio("publisher_cores", [each * _SCALE for each in published], "part of feed_cores")
+    host, _, port = node.address.rpartition(":")
     with StorageClient(Login(host=host, port=int(port)), 60.0) as client:
         until(lambda: subscriber.agrees(client), "the subscriber's index equal to the node's keys")
     report.ratio("lag_over_bound", [_lag(programs, keys)], "at most 1")
+
+
+def _logging(stores: int, repeats: int) -> list[float]:
+    """Return the CPU time, in seconds for each change, that a log adds to puts that evict."""
+    pools = [MemoryPool.open(StorageConfig.model_validate({"memory_budget_bytes": "16 MiB"})) for _ in range(2)]
+    changes = pools[0].log_changes(_LOG)
+    pools[0].read_changes(0, b"", 0)
+    added = []
+    numbers = itertools.count()
+    for turn in tracked(range(repeats + 1), "logging"):  # the first one fills the pools
+        keys = [storage_key(next(numbers).to_bytes(8, "big") * 4) for _ in range(stores)]
+        before, times = changes.entries, [0.0, 0.0]
+        for number in (0, 1) if turn % 2 else (1, 0):
+            begin = time.thread_time()
+            for key in keys:
+                pools[number].put((DEFAULT_TENANT, key), b"x" * 64, header_bytes=32)
+            times[number] = time.thread_time() - begin
+        added.append((times[0] - times[1]) / (changes.entries - before))
+    for pool in pools:
+        pool.close()
+    return added[1:]
 
 
 def _store(node: Child, keys: Iterator[int], count: int) -> None:

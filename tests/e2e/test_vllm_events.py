@@ -9,7 +9,7 @@ from kv_events import DECODER as decoder
 from kv_events import AllBlocksCleared, BlockRemoved, BlockStored, Event, replayed
 from machine import WAIT_MAX_S, wait_for
 
-from shadowserve.keys import block_hash, record_keys
+from shadowserve.keys import block_hash, prefix_chain, record_keys
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 CHUNK = 256
@@ -71,6 +71,11 @@ def test_events_tell_what_the_connector_stored_what_is_gone_and_what_no_longer_c
     assert first.parent_block_hash is None and second.parent_block_hash == first.block_hashes[0]
     assert first.token_ids + second.token_ids == tokens[: 2 * CHUNK]
     assert first.block_size == CHUNK and first.group_idx == 0 and first.kv_cache_spec_kind == "full_attention"
+
+    index = engine.worker._engine_message.index  # what a data plane needs for queries of routers
+    chain = prefix_chain(index.chain, tokens, chunk_tokens=CHUNK)
+    assert set(record_keys(*index.namespaces, chain)) == set(plane.records) and not index.last_namespaces
+    assert index.instance == engine.llm.llm_engine.vllm_config.kv_transfer_config.engine_id and index.model
 
     (gone,) = (key for key in plane.records if block_hash(key) == second.block_hashes[0])
     del plane.records[gone]

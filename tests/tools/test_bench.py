@@ -52,7 +52,7 @@ SMALL = {
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
-    "events": ["--stores", "1000", "--repeats", "1"],
+    "events": ["--stores", "30000", "--repeats", "1"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--fills", "3"),
