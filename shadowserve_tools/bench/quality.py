@@ -12,7 +12,7 @@ positions.
 Retrieval hides sentences in long texts: one; eight with questions for two (``multi_key``); chains of two assignments
 (``variables``). An answer counts if greedy decoding gives every digit.
 
-Prediction: near_lossless needs 3.5 bits at fp8's divergence, small 2.4 bits at 0.012 bits a token.
+Prediction: near_lossless needs 3.5 bits, at less than fp8's divergence; small 2.4 bits, at 0.012 bits a token.
 """
 
 import math
@@ -40,8 +40,8 @@ from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, tracked
 
 WEIGHTED, FP8, EXACT = "weighted", "fp8 cache", "lossless"
-ASKED: Final = {EXACT: None, FP8: None, "binned": "64/16", "rotation (TurboQuant)": "4/3 bits", WEIGHTED: None}
-"""Treatments whose retrieval is measured: all of a family, or one."""
+ASKED: Final = {EXACT: ("lossless",), FP8: ("E4M3",), "binned": ("64/16",), WEIGHTED: PRESETS}
+"""Treatments whose retrieval is measured, by family."""
 BLOCK: Final = 32
 """Positions that the bootstrap takes together."""
 SAMPLES: Final = 2000
@@ -54,7 +54,7 @@ Interval = tuple[float, float, float]
 
 @dataclass
 class Results:
-    """What one treatment gave.
+    """Measurements of one treatment.
 
     Attributes:
         bits: For each window, bits an element of each layer and kind.
@@ -77,7 +77,7 @@ class Results:
 
     @property
     def asked(self) -> bool:
-        return self.family in ASKED and ASKED[self.family] in (None, self.name)
+        return self.name in ASKED.get(self.family, ())
 
 
 @benchmark(
@@ -91,8 +91,8 @@ class Results:
 )  # fmt: skip
 @whole("--context", 4096, "Stored tokens of a window, in whole chunks of 256.", least=512, most=131072)
 @whole("--scored", 256, "Tokens of a window that are scored.", least=BLOCK, most=4096)
-@whole("--windows", 6, "Number of windows.", most=100)
-@whole("--prompts", 2, "Prompts for each task and length of retrieval; 0: none.", least=0, most=100)
+@whole("--windows", 3, "Number of windows.", most=100)
+@whole("--prompts", 1, "Prompts for each task and length of retrieval; 0: none.", least=0, most=100)
 @numbers_option("--lengths", "1024,2048,4096", "Tokens of the prompts of retrieval.", least=512, most=131072)
 @click.option("--by-layer", is_flag=True, help="Also store each layer and kind alone, in the first window.")
 def quality(

@@ -26,7 +26,7 @@ Tensor = Any
 PRESETS: Final = ("near_lossless", "small", "tiny")
 BITS: Final = {"4 bits": 4.0, "2.9 bits": 2.9, "small": 2.35, "tiny": 1.75}
 """Targets in bits, headers not counted; ``near_lossless`` has a share of fp8's divergence as its target."""
-SHARE_OF_FP8: Final = 0.75
+SHARE_OF_FP8: Final = 0.33
 LEARNT_TOKENS, SCORED_TOKENS = 1024, 128
 WINDOWS: Final = 2
 """Windows of each text for calibration."""
@@ -46,7 +46,7 @@ _WIDTH: Final = 2 * SYMBOL_MAX + 3
 
 @dataclass(frozen=True)
 class Calibration:
-    """What calibration found, [layers, kinds, channels].
+    """Measurements of a calibration, [layers, kinds, channels].
 
     Attributes:
         feeling: Fisher information of one prediction, for an element.
