@@ -7,6 +7,7 @@ LMCache 0.5.6 builds its L2 adapters before it loads a user's modules, except th
 
 import math
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from lmcache.logging import init_logger
@@ -53,14 +54,18 @@ class _Writer(Serializer):  # type: ignore[misc]
 
 
 class _Reader(Deserializer):  # type: ignore[misc]
-    def __init__(self, identity: str) -> None:
+    def __init__(self, identity: str, workers: int) -> None:
         self._identity = identity
+        self._threads = ThreadPoolExecutor(
+            workers, "shadowserve-serde"
+        )  # share each object: the last one is waited for
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
         """Decode an object. An error is a miss: LMCache drops ``dst``."""
         arrays = _arrays(dst.get_shapes(), dst.get_dtypes())
+        source, target = memoryview(src.byte_array), memoryview(dst.byte_array)
         try:
-            objects.decode(key, arrays, memoryview(src.byte_array), memoryview(dst.byte_array), self._identity)
+            objects.decode(key, arrays, source, target, self._identity, self._threads.map)
         except RecordError as error:
             _LOGGER.warning("serde '%s': a stored object of %s is a miss: %s", NAME, key.model_name, error)
             raise
@@ -71,7 +76,7 @@ def _create(settings: Mapping[str, object]) -> SerdeProcessor:
     unknown = sorted(settings.keys() - {"size", "identity", "max_workers"})
     if unknown:
         raise ConfigurationError(f"serde '{NAME}' has no key {unknown[0]!r}: it has size, identity, max_workers")
-    size, workers, identity = settings.get("size"), settings.get("max_workers", 1), settings.get("identity", "")
+    size, workers, identity = settings.get("size"), settings.get("max_workers", 2), settings.get("identity", "")
     if size is not None and not (
         isinstance(size, (int, float)) and math.isfinite(size) and 0 < size <= objects.SIZE_MAX
     ):
@@ -80,7 +85,7 @@ def _create(settings: Mapping[str, object]) -> SerdeProcessor:
         raise ConfigurationError(f"serde '{NAME}': max_workers is {workers!r}; it is a number from 1 to 64")
     if not isinstance(identity, str):
         raise ConfigurationError(f"serde '{NAME}': identity is {identity!r}; it is a text")
-    return AsyncSerdeProcessor(_Writer(size, identity), _Reader(identity), workers)
+    return AsyncSerdeProcessor(_Writer(size, identity), _Reader(identity, workers), workers)
 
 
 class Adapter(L2AdapterInterface):  # type: ignore[misc]
