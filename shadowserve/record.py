@@ -409,11 +409,12 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
     return kv
 
 
-def decode_into(data: Data, key: bytes, layout: ChunkLayout, target: Data) -> int:
+def decode_into(data: Data, key: bytes, layout: ChunkLayout, target: Data, each: native.Each = map) -> int:
     """Decode the record at the start of ``data`` into memory of the layout's size; return the record's length.
 
     As fast as the C core, for readers without a data plane. As there, the CRC-32 of a slice covers the stored bytes.
-    After an error the content of ``target`` is undefined. ``binned`` is not supported.
+    After an error the content of ``target`` is undefined. ``binned`` is not supported. ``each`` as in
+    :func:`~shadowserve.native.decode_slices`.
 
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: As :func:`decode`.
@@ -425,7 +426,9 @@ def decode_into(data: Data, key: bytes, layout: ChunkLayout, target: Data) -> in
     names = ("offset", "encoded_length", "checksum", "tokens")
     slices = list(zip(*(header.slices[name].tolist() for name in names), strict=True))
     try:
-        native.decode_slices(_codec(header), layout.quantizer, layout.dtype, layout.vector_length, data, slices, target)
+        native.decode_slices(
+            _codec(header), layout.quantizer, layout.dtype, layout.vector_length, data, slices, target, each
+        )
     except NativeError as error:
         if error.result not in (native.Result.BAD_DATA, native.Result.CHECKSUM):
             raise

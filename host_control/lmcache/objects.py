@@ -127,8 +127,15 @@ def encode(key: ObjectKey, arrays: Sequence[Array], source: memoryview, target: 
     target[at:] = bytes(len(target) - at)  # the buffer may hold bytes of another tenant
 
 
-def decode(key: ObjectKey, arrays: Sequence[Array], source: memoryview, target: memoryview, identity: str = "") -> None:
-    """Decode an object into ``target``, after all checks.
+def decode(
+    key: ObjectKey,
+    arrays: Sequence[Array],
+    source: memoryview,
+    target: memoryview,
+    identity: str = "",
+    each: native.Each = map,
+) -> None:
+    """Decode an object into ``target``, after all checks, with ``map`` or that of an executor.
 
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: It is damaged, or is not the object of ``key``. Then
@@ -143,5 +150,5 @@ def decode(key: ObjectKey, arrays: Sequence[Array], source: memoryview, target: 
     at, begin = _HEADER.size, 0
     for index, layout in enumerate(layouts):
         name, part = _record_key(key, arrays, index, identity), target[begin : begin + layout.raw_bytes]
-        at += record.decode_into(source[at:], name, layout, part)
+        at += record.decode_into(source[at:], name, layout, part, each)
         begin += layout.raw_bytes

@@ -19,6 +19,7 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 from lmcache.logging import init_logger
@@ -91,14 +92,17 @@ class _Writer(Serializer):  # type: ignore[misc]
 
 
 class _Reader(Deserializer):  # type: ignore[misc]
-    def __init__(self, identity: str) -> None:
+    def __init__(self, identity: str, workers: int) -> None:
         self._identity, self._misses = identity, _Counter("that are a miss")
+        # The threads share each object: a load waits for its last one.
+        self._threads = ThreadPoolExecutor(workers, "shadowserve-serde")
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
         """Decode an object. An error makes its whole load a miss: LMCache drops all objects of the batch."""
         arrays = _arrays(dst.get_shapes(), dst.get_dtypes())
+        source, target = memoryview(src.byte_array), memoryview(dst.byte_array)
         try:
-            objects.decode(key, arrays, memoryview(src.byte_array), memoryview(dst.byte_array), self._identity)
+            objects.decode(key, arrays, source, target, self._identity, self._threads.map)
         except RecordError as error:
             self._misses.add(error)
             raise
@@ -126,7 +130,7 @@ def _create(settings: Mapping[str, object]) -> SerdeProcessor:
     unknown = sorted(settings.keys() - {"size", "identity", "max_workers"})
     if unknown:
         raise ConfigurationError(f"serde '{NAME}' has no key {unknown[0]!r}: it has size, identity, max_workers")
-    size, workers, identity = settings.get("size"), settings.get("max_workers", 1), settings.get("identity")
+    size, workers, identity = settings.get("size"), settings.get("max_workers", 2), settings.get("identity")
     if size is not None and not (
         isinstance(size, (int, float)) and math.isfinite(size) and 0 < size <= objects.SIZE_MAX
     ):
@@ -138,7 +142,7 @@ def _create(settings: Mapping[str, object]) -> SerdeProcessor:
             f"serde '{NAME}': identity is {identity!r}; set a text that changes with the weights, such as their "
             "revision: servers with one identity and model name read each other's objects"
         )
-    return _Processor(_Writer(size, identity), _Reader(identity), workers)
+    return _Processor(_Writer(size, identity), _Reader(identity, workers), workers)
 
 
 class Adapter(L2AdapterInterface):  # type: ignore[misc]

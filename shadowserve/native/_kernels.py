@@ -1,7 +1,9 @@
 """The kernels: CPU dispatch, checksum, codecs, quantizers. Each call processes whole buffers."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 __all__ = [
+    "Each",
     "codec_implementations",
     "compress",
     "compress_bound",
@@ -30,6 +33,8 @@ __all__ = [
 ]
 
 
+Each = Callable[..., Iterable[Any]]
+"""Calls a function with each item, as ``map`` does."""
 _SLICES_PER_CALL: Final = 16
 """Slices that are decoded together; each has scratch memory of its own."""
 
@@ -113,11 +118,13 @@ def decompress_many(codec: Codec, streams: "Sequence[tuple[ReadableBuffer, Write
 
     NativeError is that of the first stream that failed; all other streams are decoded.
     """
-    buffers = [(ffi.from_buffer("uint8_t[]", data), ffi.from_buffer("uint8_t[]", out, True)) for data, out in streams]
-    jobs = ffi.new("struct ss_stream[]", len(buffers))
-    for job, (source, target) in zip(jobs, buffers, strict=True):
-        job.source, job.source_size, job.target, job.target_size = source, len(source), target, len(target)
-    lib.ss_decompress_many(codec, jobs, len(buffers))
+    jobs = ffi.new("struct ss_stream[]", len(streams))
+    with contextlib.ExitStack() as buffers:
+        for job, (data, out) in zip(jobs, streams, strict=True):
+            source = buffers.enter_context(ffi.from_buffer("uint8_t[]", data))
+            target = buffers.enter_context(ffi.from_buffer("uint8_t[]", out, True))
+            job.source, job.source_size, job.target, job.target_size = source, len(source), target, len(target)
+        lib.ss_decompress_many(codec, jobs, len(streams))
     for job in jobs:
         check(job.result, f"decompressing {job.source_size} bytes of {codec.name} to {job.target_size}")
 
@@ -232,33 +239,48 @@ def decode_slices(
     source: "ReadableBuffer",
     slices: Sequence[tuple[int, int, int, int]],
     target: "WriteableBuffer",
+    each: Each = map,
 ) -> None:
     """Check slices of ``source`` and decode them into ``target``, one after the other. Not for binned.
 
     Each slice is its offset, its length, the CRC-32 of its bytes, and its vectors. NativeError is that of the first
     slice that failed (``Result.CHECKSUM`` for its CRC-32); the content of ``target`` is then undefined.
+
+    Args:
+        each: ``map``, or that of an executor, whose threads then share the slices. All have ended at the return.
     """
-    encoded, elements = ffi.from_buffer("uint8_t[]", source), ffi.from_buffer("uint8_t[]", target, True)
     vector_bytes = vector_length * dtype.itemsize
-    _check_size("target", len(elements), vector_bytes * sum(vectors for *_, vectors in slices))
-    scratch_bytes = vector_bytes * max((vectors for *_, vectors in slices), default=0)
-    scratch = ffi.from_buffer("uint8_t[]", np.empty(scratch_bytes * min(len(slices), _SLICES_PER_CALL), np.uint8))
-    streams = ffi.new("struct ss_stream[]", _SLICES_PER_CALL)
-    wanted = ffi.new("struct ss_elements[]", _SLICES_PER_CALL)
-    at = 0
-    for first in range(0, len(slices), _SLICES_PER_CALL):
-        group = slices[first : first + _SLICES_PER_CALL]
-        for index, (offset, length, checksum, vectors) in enumerate(group):
+    ends = list(itertools.accumulate((vectors * vector_bytes for *_, vectors in slices), initial=0))
+    with ffi.from_buffer("uint8_t[]", source) as encoded, ffi.from_buffer("uint8_t[]", target, True) as elements:
+        _check_size("target", len(elements), ends[-1])
+        for number, (offset, length, *_) in enumerate(slices):
             if not 0 <= offset <= offset + length <= len(encoded):
-                raise NativeError(f"slice {first + index} is not within the record", Result.BAD_ARGUMENT)
-            if lib.ss_crc32(0, encoded + offset, length) != checksum:
-                check(Result.CHECKSUM, f"checking slice {first + index}")
-            stream, made = streams[index], wanted[index]
-            stream.source, stream.source_size = encoded + offset, length
-            stream.target, stream.target_size = scratch + index * scratch_bytes, vectors * vector_bytes
-            made.target, made.vectors, made.vector_length = elements + at, vectors, vector_length
-            made.scale_vectors, made.quantizer, made.dtype = 1, quantizer, dtype
-            at += vectors * vector_bytes
-        lib.ss_decode_many(codec, streams, wanted, len(group))
-        for index in range(len(group)):
-            check(streams[index].result, f"decoding slice {first + index}")
+                raise NativeError(f"slice {number} is not within the record", Result.BAD_ARGUMENT)
+
+        def decode(first: int) -> tuple[int, int]:
+            """Return the result of a group of slices, and the slice that it is of."""
+            try:
+                return decode_group(first)
+            except MemoryError:  # not raised: other threads may still use the buffers
+                return Result.NO_MEMORY, first
+
+        def decode_group(first: int) -> tuple[int, int]:
+            group = slices[first : first + _SLICES_PER_CALL]
+            scratch_bytes = vector_bytes * max(vectors for *_, vectors in group)
+            streams = ffi.new("struct ss_stream[]", len(group))
+            made = ffi.new("struct ss_elements[]", len(group))
+            scratch = ffi.new_allocator(should_clear_after_alloc=False)("uint8_t[]", scratch_bytes * len(group))
+            for index, (offset, length, checksum, vectors) in enumerate(group):
+                if lib.ss_crc32(0, encoded + offset, length) != checksum:
+                    return Result.CHECKSUM, first + index
+                stream, to = streams[index], made[index]
+                stream.source, stream.source_size = encoded + offset, length
+                stream.target, stream.target_size = scratch + index * scratch_bytes, vectors * vector_bytes
+                to.target, to.vectors, to.vector_length = elements + ends[first + index], vectors, vector_length
+                to.scale_vectors, to.quantizer, to.dtype = 1, quantizer, dtype
+            lib.ss_decode_many(codec, streams, made, len(group))
+            return next(((job.result, first + index) for index, job in enumerate(streams) if job.result), (0, 0))
+
+        results = list(each(decode, range(0, len(slices), _SLICES_PER_CALL)))
+    for result, number in results:
+        check(result, f"decoding slice {number}")

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from shadowserve import native
+from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native import Codec, Result
 
@@ -68,3 +69,21 @@ def test_sizes_past_the_limit_are_refused() -> None:
     with pytest.raises(NativeError) as caught:
         native.compress_bound(Codec.DEFLATE, 1 << 40)
     assert caught.value.result == Result.NOT_SUPPORTED
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["streams", "slices"])
+def test_an_error_that_is_kept_in_a_cycle_holds_no_buffer(together: bool) -> None:
+    """The collector would clear a memoryview whose buffer cffi holds, which ends CPython 3.11."""
+    source, target = memoryview(bytearray(200))[8:], bytearray(64)
+    kept: list[object] = []
+    try:
+        if together:
+            native.decompress_many(Codec.KVRANS, [(source, target)])
+        else:
+            slices = [(0, 64, native.crc32(source[:64]), 8)]
+            native.decode_slices(Codec.KVRANS, Quantizer.LOSSLESS, DType.BFLOAT16, 4, source, slices, target)
+    except NativeError as error:
+        kept += [error, kept]
+    assert kept
+    with source:  # fails while a buffer is held
+        pass

@@ -47,6 +47,7 @@ SMALL = {
     ],
     "index": ["--objects", "50000", "--repeats", "1"],
     "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
+    "lmcache": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
     "control": ["--requests", "4", "--prompt-chunks", "2"],
     "memory": ["--longest", "8192", "--repeats", "1"],
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
@@ -122,17 +123,17 @@ def may_link() -> bool:
         return False
 
 
-OTHERS_INSTALL = {"agents", "fetch", "link", "serving", "tiers"}
+OTHERS_INSTALL = {"agents", "fetch", "link", "lmcache", "serving", "tiers"}
 """Benchmarks whose output lists peers that are not installed."""
 LACKING = {
-    *(() if may_link() else ("link", "layers", "nodes", "auto", "decide", "queue")),
+    *(() if may_link() else ("link", "lmcache", "layers", "nodes", "auto", "decide", "queue")),
     *(() if shutil.which("redis-server") and shutil.which("redis-benchmark") else ("commands",)),
 }
 
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("agents", "control", "link", "memory", "quality", "tiers"),
+    *("agents", "control", "link", "lmcache", "memory", "quality", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):
