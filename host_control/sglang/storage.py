@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Final
 
 import prometheus_client
@@ -25,9 +26,7 @@ from shadowserve.errors import ConfigurationError, DataPlaneError
 try:
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 except ImportError:  # tests without SGLang, which call what SGLang would call
-    from types import SimpleNamespace as PoolTransferResult
-
-    HiCacheStorage = object
+    HiCacheStorage, PoolTransferResult = object, SimpleNamespace
 
 _logger = logging.getLogger(__name__)
 

@@ -105,7 +105,7 @@ def _positions_of_one_request(model: Any, architecture: str, described: tuple[An
 
 
 def meaningful(value: Any) -> Any:
-    """Return a configuration without the entries that do not change KV."""
+    """Return a model's configuration without the fields that do not change KV."""
     if isinstance(value, Mapping):
         return {key: meaningful(item) for key, item in value.items() if key not in _MEANINGLESS}
     return [meaningful(item) for item in value] if isinstance(value, list) else value
