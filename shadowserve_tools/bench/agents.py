@@ -347,7 +347,7 @@ def _row(runs: Sequence[_Run], shape: Shape) -> dict[str, Any]:
 
 
 def _compared(runs: Sequence[_Run], off: Sequence[_Run]) -> dict[str, Any]:
-    """Return what a system saves, and the share of its answers that begin as those of engines without a cache."""
+    """Return the saved seconds of prefill, and the share of answers that begin as without a cache."""
     pairs = list(zip(off, runs, strict=True))
     same = [
         mine["answer"][0] == its["answer"][0]
