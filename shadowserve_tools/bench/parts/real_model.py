@@ -97,7 +97,7 @@ class RealModel:
         """
         with torch.no_grad():
             cache = self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1).past_key_values
-        pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+        pairs: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
         shapes = {getattr(each, "shape", None) for pair in pairs for each in pair}
         if len(shapes) != 1 or (shape := shapes.pop()) is None or shape[2] != len(tokens):
             raise ShadowServeError(f"{self.name} has layers without full attention, or of several shapes")

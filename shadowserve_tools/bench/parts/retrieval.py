@@ -52,16 +52,17 @@ def contexts(
             places = sorted(chance.sample(range(len(opening), length - 40 * len(hidden) - 8), len(hidden)))
             for place, sentence in reversed(list(zip(places, hidden, strict=True))):
                 prompt[place:place] = model.tokens("\n" + sentence)
-            yield task, prompt[:length], [_question(model, closing, *each) for each in asked]
+            yield task, prompt[:length], [_question(model, closing, each) for each in asked]
 
 
-def _question(model: RealModel, closing: list[int], ask: str, lead: str, answer: str) -> Question:
+def _question(model: RealModel, closing: list[int], fact: tuple[str, ...]) -> Question:
+    ask, lead, answer = fact
     start = model.tokens(ask) + closing + model.tokens(lead)
     digits = model.tokens(f" {answer}")
     return Question(start + digits, len(digits))
 
 
-def _facts(task: str, chance: random.Random) -> tuple[list[str], list[tuple[str, str, str]]]:
+def _facts(task: str, chance: random.Random) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return sentences to hide, in order, and what is asked: question, beginning of the answer, number."""
     names = chance.sample(_WORDS, 8)
     numbers = [str(chance.randrange(10**4, 10**5)) for _ in names]
@@ -69,7 +70,8 @@ def _facts(task: str, chance: random.Random) -> tuple[list[str], list[tuple[str,
         pairs = list(zip(names, numbers, strict=True))[: NEEDLES[task]]
         texts = [_NUMBER.format(*pair) for pair in pairs]
         return texts, [(*(each.format(name) for each in _ASK_NUMBER), number) for name, number in pairs[:_QUESTIONS]]
-    sentences, asked = [], []
+    sentences: list[str] = []
+    asked: list[tuple[str, ...]] = []
     for chain in range(NEEDLES[task]):
         one, two = names[2 * chain].upper(), names[2 * chain + 1].upper()
         sentences += [f"VAR {one} = {numbers[chain]}.\n", f"VAR {two} = VAR {one}.\n"]
