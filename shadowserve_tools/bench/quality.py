@@ -30,9 +30,9 @@ from rich.console import Console
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.kv_codecs import BASELINES, Treatment
+from shadowserve_tools.bench.parts.needles import TASKS, Question, contexts
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, numbers_option, whole
 from shadowserve_tools.bench.parts.real_model import CHUNK_TOKENS, RealModel, texts
-from shadowserve_tools.bench.parts.retrieval import TASKS, Question, contexts
 from shadowserve_tools.bench.parts.weighted import PRESETS, learn
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.demo_model import default_model

@@ -11,8 +11,8 @@ import torch
 
 from shadowserve_tools.bench.parts import weighted
 from shadowserve_tools.bench.parts.kv_codecs import BASELINES
+from shadowserve_tools.bench.parts.needles import contexts
 from shadowserve_tools.bench.parts.real_model import RealModel
-from shadowserve_tools.bench.parts.retrieval import contexts
 from shadowserve_tools.bench.quality import interval
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
