@@ -17,10 +17,11 @@ _WORDS: Final = (
     "sage tulip umber velvet willow zephyr"
 ).split()
 _NUMBER: Final = "The special magic number for {} is: {}.\n"
-_ASK_NUMBER: Final = "\nWhat is the special magic number for {} that the text mentions?"
-_SAY_NUMBER: Final = "The special magic number for {} is:"
-_ASK_VALUE: Final = "\nWhich number is the value of VAR {}?"
-_SAY_VALUE: Final = "Each VAR has a value. The value of VAR {} is:"
+_ASK_NUMBER: Final = (
+    "\nWhat is the special magic number for {0} that the text mentions?",
+    "The special magic number for {0} is:",
+)
+_ASK_VALUE: Final = ("\nWhich number is the value of VAR {0}?", "Each VAR has a value. The value of VAR {0} is:")
 
 
 @dataclass(frozen=True)
@@ -51,28 +52,28 @@ def contexts(
             places = sorted(chance.sample(range(len(opening), length - 40 * len(hidden) - 8), len(hidden)))
             for place, sentence in reversed(list(zip(places, hidden, strict=True))):
                 prompt[place:place] = model.tokens("\n" + sentence)
-            yield task, prompt[:length], [_question(model, closing, *each) for each in asked]
+            yield task, prompt[:length], [_question(model, closing, each) for each in asked]
 
 
-def _question(model: RealModel, closing: list[int], ask: str, lead: str, answer: str) -> Question:
+def _question(model: RealModel, closing: list[int], fact: tuple[str, ...]) -> Question:
+    ask, lead, answer = fact
     start = model.tokens(ask) + closing + model.tokens(lead)
     digits = model.tokens(f" {answer}")
     return Question(start + digits, len(digits))
 
 
-def _facts(task: str, chance: random.Random) -> tuple[list[str], list[tuple[str, str, str]]]:
+def _facts(task: str, chance: random.Random) -> tuple[list[str], list[tuple[str, ...]]]:
     """Return sentences to hide, in order, and what is asked: question, beginning of the answer, number."""
-    asked: list[tuple[str, str, str]] = []
     names = chance.sample(_WORDS, 8)
     numbers = [str(chance.randrange(10**4, 10**5)) for _ in names]
     if task != "variables":
         pairs = list(zip(names, numbers, strict=True))[: NEEDLES[task]]
         texts = [_NUMBER.format(*pair) for pair in pairs]
-        asked += [(_ASK_NUMBER.format(name), _SAY_NUMBER.format(name), number) for name, number in pairs]
-        return texts, asked[:_QUESTIONS]
+        return texts, [(*(each.format(name) for each in _ASK_NUMBER), number) for name, number in pairs[:_QUESTIONS]]
     sentences: list[str] = []
+    asked: list[tuple[str, ...]] = []
     for chain in range(NEEDLES[task]):
         one, two = names[2 * chain].upper(), names[2 * chain + 1].upper()
         sentences += [f"VAR {one} = {numbers[chain]}.\n", f"VAR {two} = VAR {one}.\n"]
-        asked.append((_ASK_VALUE.format(two), _SAY_VALUE.format(two), numbers[chain]))
+        asked.append((*(each.format(two) for each in _ASK_VALUE), numbers[chain]))
     return sentences, asked

@@ -97,11 +97,9 @@ class RealModel:
         """
         with torch.no_grad():
             cache = self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1).past_key_values
-        pairs: list[tuple[Any, Any]] = [
-            (getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers
-        ]
-        shapes = {tuple(getattr(each, "shape", ())) for pair in pairs for each in pair}
-        if len(shapes) != 1 or shapes.pop()[2:3] != (len(tokens),):
+        pairs: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+        shapes = {getattr(each, "shape", None) for pair in pairs for each in pair}
+        if len(shapes) != 1 or (shape := shapes.pop()) is None or shape[2] != len(tokens):
             raise ShadowServeError(f"{self.name} has layers without full attention, or of several shapes")
         kv = torch.stack([torch.stack([each[0].transpose(0, 1) for each in pair]) for pair in pairs])
         return kv.to(torch.bfloat16).float()
