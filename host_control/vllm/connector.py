@@ -215,7 +215,9 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def reset_cache(self) -> bool | None:
         """Stop serving KV that was stored before."""
-        return self._scheduler.reset() if self._schedules else True
+        if self._schedules:
+            self._scheduler.reset()
+        return True
 
     # ------------------------------------------------------------------ worker
 

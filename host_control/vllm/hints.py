@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from host_control.config import HostConfig
 from host_control.lookup import PrefixLookup, RecordKeys
 from host_control.vllm.metrics import SlowerPaths
 from host_control.waiting import WaitingQueue
@@ -41,8 +42,10 @@ class Hints:
     session: bytes = b""
 
 
-def hints_of(request: Any, slower: SlowerPaths) -> Hints:
+def hints_of(request: Any, config: HostConfig, slower: SlowerPaths) -> Hints:
     """Return a request's hints; none of them, and a counted reason, where one is invalid."""
+    if not config.hints:
+        return Hints()
     session = getattr(request, "session_id", None)
     try:
         given = dict(_checked(name, value) for name, value in _given(request))

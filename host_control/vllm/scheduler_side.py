@@ -205,9 +205,7 @@ class SchedulerSide:
 
     def _start_lookup(self, state: RequestState) -> None:
         request, groups = state.request, self._groups
-        state.served = True
-        if self._engine.config.hints:
-            state.hints = hints_of(request, self.slower)
+        state.served, state.hints = True, hints_of(request, self._engine.config, self.slower)
         state.disaggregation = disaggregation_of(
             request,
             self._engine.config,
@@ -484,7 +482,7 @@ class SchedulerSide:
         self.epochs.settled(report.settled)
         if self.epochs.current in report.outlived:
             self._logger.warning(WEIGHTS_CHANGED)
-            self._begin_epoch()
+            self.reset()
 
     def _placed(self, load: Load, chunks: int) -> None:
         """Record how many chunks of a load a rank placed; a report of an in-step load ends it."""
@@ -563,7 +561,7 @@ class SchedulerSide:
     def step(self, output: Any) -> ShadowServeMetadata:
         """Return the workers' tasks of this step."""
         if self.epochs.look(self._logger):
-            self._begin_epoch()
+            self.reset()
         metadata = ShadowServeMetadata(self.epochs.current, doubts=self.epochs.doubts, agreed=self.epochs.agreed)
         if self.waiting is not None:
             for request_id in output.preempted_req_ids or ():
@@ -657,16 +655,12 @@ class SchedulerSide:
     def _chunks(self, tokens: int) -> int:
         return -(-tokens // self._groups.chunk_tokens)
 
-    def reset(self) -> bool:
+    def reset(self) -> None:
         """Forget everything stored so far: none of it is served to this engine's requests again.
 
         That includes requests that wait and requests that load: their loads are given up. KV that the engine computed
         before, for running requests or in its own prefix cache, is not stored any more.
         """
-        self._begin_epoch()
-        return True
-
-    def _begin_epoch(self) -> None:
         self.epochs.begin()
         if self._preemption is not None:
             self._preemption.clear()
