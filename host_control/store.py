@@ -122,7 +122,7 @@ class _Reports:
             self.skipped.append((staged, key))
 
     def take(self, settled: int, recent: _RecentKeys) -> list[bytes]:
-        """Return what is stored, given how many staged chunks are settled, and the keys that were not dropped."""
+        """Return the stored keys, after ``settled`` staged chunks; ``recent``: keys that were not dropped."""
         stored, self.stored = self.stored, []
         while self.skipped and self.skipped[0][0] <= settled:
             _, key = self.skipped.popleft()
