@@ -1,6 +1,7 @@
 """Description of a running SGLang engine. The only module that reads SGLang's objects beside the host pool."""
 
 import functools
+import inspect
 import logging
 import re
 import threading
@@ -59,6 +60,7 @@ def running_engine(config: HostConfig, pool: Any) -> Engine:
     timeouts = _prefetch_settings(arguments)
     identity = engine_identity(arguments, model, pool.dtype, int(pool.page_size), content_hashes(config, _logger))
     _watch_weights()
+    _complete_prefixes()
     _logger.info("ShadowServe: identity %s of %s", identity.digest().hex()[:16], arguments.model_path)
     return Engine(identity, int(model.get_total_num_kv_heads()), *timeouts)
 
@@ -87,6 +89,28 @@ def _watch_weights() -> None:
         method = getattr(WeightUpdater, name)
         if not hasattr(method, "__wrapped__"):
             setattr(WeightUpdater, name, _noticed(method))
+
+
+def _complete_prefixes() -> None:
+    """Tell lookups of all pages before theirs: SGLang 0.5.23 leaves out those of the last node that matches."""
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    method = getattr(UnifiedRadixCache, "get_prefix_hash_values", None)
+    last_hash = getattr(UnifiedRadixCache, "get_last_hash_value", None)
+    own = getattr(UnifiedTreeCoreInterface, "get_hash_values", None)
+    if not all(each and [*inspect.signature(each).parameters] == ["self", "node_id"] for each in (method, last_hash, own)):
+        raise UncacheableError("this SGLang describes a prefix in a way that is not known; 0.5.23 is supported")
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def complete(self: Any, node_id: Any) -> list[str]:
+        found, last = list(method(self, node_id)), self.get_last_hash_value(node_id)
+        known = last is None or found[-1:] == [last]  # a page's hash contains its prefix: no other page has it
+        return found if known else [*found, *self.tree_core.get_hash_values(node_id)]
+
+    UnifiedRadixCache.get_prefix_hash_values = complete
 
 
 def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:
