@@ -70,8 +70,9 @@ def _prefetch_settings(arguments: Any) -> tuple[float, float]:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
 
     given = getattr(arguments, "hicache_storage_backend_extra_config", None)
-    if not given:  # attached at run time, with a configuration that only SGLang knows
-        return Engine.timeout_base_s, Engine.timeout_per_ki_s
+    if arguments.hicache_storage_backend != "dynamic" or not given:
+        # Earlier updates of the weights are not known, nor is the configuration.
+        raise UncacheableError("attaching at run time is not supported: start SGLang with --hicache-storage-backend")
     _, _, base, per_ki, prefix_keys = HybridCacheController.parse_storage_backend_extra_config(given)
     if not prefix_keys:
         raise UncacheableError('set "hicache_storage_pass_prefix_keys": true in --hicache-storage-backend-extra-config')
@@ -81,14 +82,16 @@ def _prefetch_settings(arguments: Any) -> tuple[float, float]:
 def _watch_weights() -> None:
     """Notice updates of weights: from then on, the identity is not the engine's."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.utils.weight_checker import WeightChecker
 
-    names = [name for name in vars(WeightUpdater) if _UPDATES.fullmatch(name)]
-    if "update_weights_from_disk" not in names:
+    methods = [(WeightUpdater, name) for name in vars(WeightUpdater) if _UPDATES.fullmatch(name)]
+    methods.append((WeightChecker, "_reset_tensors"))
+    if not hasattr(WeightUpdater, "update_weights_from_disk") or not hasattr(*methods[-1]):
         raise UncacheableError("this SGLang updates weights in a way that is not known; 0.5.23 is supported")
-    for name in names:
-        method = getattr(WeightUpdater, name)
+    for owner, name in methods:
+        method = getattr(owner, name)
         if not hasattr(method, "__wrapped__"):
-            setattr(WeightUpdater, name, _noticed(method))
+            setattr(owner, name, _noticed(method))
 
 
 def _complete_prefixes() -> None:
@@ -99,7 +102,8 @@ def _complete_prefixes() -> None:
     method = getattr(UnifiedRadixCache, "get_prefix_hash_values", None)
     last_hash = getattr(UnifiedRadixCache, "get_last_hash_value", None)
     own = getattr(UnifiedTreeCoreInterface, "get_hash_values", None)
-    if not all(each and [*inspect.signature(each).parameters] == ["self", "node_id"] for each in (method, last_hash, own)):
+    used = (method, last_hash, own)
+    if not all(each and [*inspect.signature(each).parameters] == ["self", "node_id"] for each in used):
         raise UncacheableError("this SGLang describes a prefix in a way that is not known; 0.5.23 is supported")
     if hasattr(method, "__wrapped__"):
         return

@@ -59,6 +59,8 @@ _REFUSED: Final = {
     "checkpoint_engine_wait_weights_before_ready": "weights of a checkpoint engine",
     "forward_hooks": "forward hooks",
     "kt_weight_path": "weights of KTransformers",
+    "modelopt_checkpoint_restore_path": "quantization of a ModelOpt checkpoint",
+    "disaggregation_decode_enable_offload_kvcache": "a decode engine that stores without telling the prefix",
 }
 _FORMATS: Final = {
     "auto", "pt", "safetensors", "npcache", "gguf", "bitsandbytes", "mistral", "fastsafetensors",
@@ -75,6 +77,10 @@ def refuse_arguments(arguments: Any) -> None:
     for name, what in _REFUSED.items():
         if getattr(arguments, name, None):
             raise UncacheableError(f"{what} is not supported (--{name.replace('_', '-')})")
+    if getattr(arguments, "hicache_host_memory_mode", "cache") != "cache":
+        raise UncacheableError("--hicache-host-memory-mode other than cache: SGLang does not tell the whole prefix")
+    if getattr(arguments, "enable_memory_saver", False) and not getattr(arguments, "enable_weights_cpu_backup", False):
+        raise UncacheableError("--enable-memory-saver loses the weights without --enable-weights-cpu-backup")
     if str(arguments.load_format) not in _FORMATS:
         raise UncacheableError(f"the content of weights with --load-format {arguments.load_format} is not known")
 

@@ -115,7 +115,7 @@ class PageMover:
         asked = [list(pages.blocks(level, self._sizes[level], begin, end)) for level in wanted]
         for blocks, stored in self._stored(pages, asked, ends, prefetch=True):
             for block in itertools.compress(blocks, stored):
-                found.add(block)
+                found.add(block, pages.first)
 
     def _stored(
         self, pages: Pages, asked: Iterable[list[Block]], ends: float, *, prefetch: bool

@@ -181,6 +181,19 @@ def test_a_wrong_position_costs_a_hit_and_never_gives_other_pages(start: Start) 
     assert all(reader.batch_get_v1(keys[:20], indices(other, range(20))))  # a part of a block
 
 
+def test_a_lookup_without_pages_of_its_prefix_gives_no_other_request_wrong_pages(start: Start) -> None:
+    pool, other, keys = MHATokenToKVPoolHost(), MHATokenToKVPoolHost(seed=1), chain(32)
+    start(pool).batch_set_v1(keys, indices(pool, range(32)))
+    reader, gapped = start(other), after(keys[:10])
+    assert reader.batch_exists(keys[26:], gapped) == 6  # the last block of 16 pages, which begins after the prefix
+    assert all(reader.batch_get_v1(keys[26:], indices(other, range(6)), gapped))
+    assert same(pool, range(26, 32), other, range(6))
+    got = reader.batch_get_v1(keys[:10], indices(other, range(10)))
+    assert all(same(pool, [page], other, [page]) for page, moved in enumerate(got) if moved)
+    assert all(reader.batch_get_v1(keys[:16], indices(other, range(16))))
+    assert same(pool, range(16), other, range(16))
+
+
 def silence(plane: ScriptedDataPlane) -> None:
     plane.script.stall |= {"Lookup", "Store"}
     plane.script.fetch_delay = 60
