@@ -68,9 +68,10 @@ def running_engine(config: HostConfig, pool: Any) -> Engine:
 def _prefetch_settings(arguments: Any) -> tuple[float, float]:
     """Return SGLang's time limits of a prefetch; refuse an engine that does not tell where in a prompt pages are."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.runtime_context import get_memory
 
     given = getattr(arguments, "hicache_storage_backend_extra_config", None)
-    if arguments.hicache_storage_backend != "dynamic" or not given:
+    if get_memory().hicache_storage_backend != "dynamic" or not given:  # None after a detach
         # Earlier updates of the weights are not known, nor is the configuration.
         raise UncacheableError("attaching at run time is not supported: start SGLang with --hicache-storage-backend")
     _, _, base, per_ki, prefix_keys = HybridCacheController.parse_storage_backend_extra_config(given)

@@ -131,14 +131,14 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fetch pages into the host pool; return which are in place."""
         mover = self._usable("get", len(keys), self._config.fetch)
-        moved = self._moved("get", keys, mover.fetch if mover else None, host_indices, extra_info)
+        moved = self._moved("get", keys, mover.fetch if mover is not None else None, host_indices, extra_info)
         # A fetch may have begun before an update of the weights.
         return moved if self._usable("get", len(keys), self._config.fetch) else [False] * len(keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages of the host pool; return which are stored."""
         mover = self._usable("set", len(keys), self._config.store)
-        return self._moved("set", keys, mover.store if mover else None, host_indices, extra_info)
+        return self._moved("set", keys, mover.store if mover is not None else None, host_indices, extra_info)
 
     def _moved(
         self, operation: str, keys: list[str], move: Callable[[Pages, Any], Moved] | None, indices: Any, extra: Any

@@ -294,6 +294,10 @@ class Arguments:
     speculative_algorithm: str | None = None
     unknown_of_a_later_release: int = 0
     hicache_size: int = 0
+    hicache_host_memory_mode: str = "cache"
+    enable_memory_saver: bool = False
+    modelopt_checkpoint_restore_path: str | None = None
+    disaggregation_decode_enable_offload_kvcache: bool = False
 
 
 @dataclass
@@ -349,12 +353,37 @@ def test_what_changes_kv_changes_the_identity_and_nothing_else_does(identify: Ca
     assert len({plain, *others}) == 1 + len(others)
 
 
+def test_a_branch_or_configuration_that_changes_after_the_start_is_refused(
+    identify: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_control.sglang.identity as module
+
+    snapshot, branch = tmp_path / "models--a--b" / "snapshots" / "commit", tmp_path / "models--a--b" / "refs" / "main"
+    for folder in (snapshot, branch.parent):
+        folder.mkdir(parents=True)
+    for path in (snapshot / "model.safetensors", snapshot / "config.json", branch):
+        path.write_bytes(b"{}")
+    started = time.time_ns()
+    monkeypatch.setattr(module, "_started_ns", lambda: started)
+    identify(model_path=str(snapshot))
+    for path in (branch, snapshot / "config.json"):
+        started = time.time_ns()
+        while path.stat().st_ctime_ns <= started:
+            path.write_bytes(b"{ }")
+        with pytest.raises(UncacheableError, match=path.name):
+            identify(model_path=str(snapshot))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"enable_lora": True}, "LoRA"),
         ({"speculative_algorithm": "EAGLE"}, "speculative"),
         ({"load_format": "dummy"}, "dummy"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "prefix"),
+        ({"enable_memory_saver": True}, "weights"),
+        ({"modelopt_checkpoint_restore_path": "x"}, "ModelOpt"),
+        ({"disaggregation_decode_enable_offload_kvcache": True}, "prefix"),
         ({"model": {"is_multimodal": True}}, "images"),
     ],
 )
