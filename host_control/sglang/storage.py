@@ -100,6 +100,11 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
             self._mover = PageMover(self._config, self._engine, self._pool, self._ranks)
         except UncacheableError as error:
             raise ConfigurationError(f"ShadowServe: {error}; start SGLang without --hicache-storage-backend") from error
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of another SGLang, or of files that are not as expected
+            line = " ".join(repr(error).split())
+            raise ConfigurationError(f"ShadowServe: this engine cannot be identified: {line}") from error
 
     def close(self) -> None:
         """End all calls and release the memory."""

@@ -227,6 +227,23 @@ def test_a_failure_is_a_miss_within_the_time_limit(start: Start, plane: Any, fau
     assert not reason or storage.counts[f"get {reason}"] == 48 - len(placed)
 
 
+def test_slow_stores_of_a_node_end_before_a_flush_ends_the_engine(
+    start: Start, plane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_control.sglang.plane as module
+
+    later = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    pool, keys = MHATokenToKVPoolHost(), chain(150)
+    storage, places = start(pool, extra={"store_timeout_s": 600}), indices(pool, range(150))
+    assert all(storage.batch_set_v1(keys[:128], places[: 128 * PAGE], after([])))
+    assert max(request.timeout_ms for request in plane.stores) <= 5000
+    later = 9.0
+    assert not any(storage.batch_set_v1(keys[128:], places[128 * PAGE :], after(keys[:128])))
+    assert storage.counts["set deadline"] == 22
+    assert all(storage.batch_set_v1(keys[128:], places[128 * PAGE :].clone(), after(keys[:128])))  # of another node
+
+
 def test_nothing_moves_after_an_update_of_the_weights(start: Start, plane: Any) -> None:
     changed = False
     pool, keys = MHATokenToKVPoolHost(), chain(16)
