@@ -83,7 +83,11 @@ class PageMover:
             progress=True,
         )
         seconds = min(config.fetch_timeout_s, engine.fetch_timeout_s(_CALL_PAGES * self._pages.page_tokens))
-        self._manager = KVCacheManager(self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds)
+        try:
+            self._manager = KVCacheManager(self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds)
+        except BaseException:
+            self._client.close()
+            raise
         self._numbers = itertools.count(1)
         self._node = (("", 0), 0.0)
         self._job = secrets.token_hex(8)
@@ -227,7 +231,7 @@ class PageMover:
     def _store_ends(self, pages: Pages, indices: Any) -> float:
         """Return when a store ends. Calls for a node have slices of its indices, one after the other."""
         now, address = time.monotonic(), indices.data_ptr()
-        (following, ends) = self._node
+        following, ends = self._node
         if following != (pages.hashes[pages.first - 1] if pages.first else "", address):
             ends = now + _NODE_S
         self._node = ((pages.hashes[-1], address + indices.nbytes), ends)

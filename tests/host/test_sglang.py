@@ -120,7 +120,8 @@ def test_pages_come_back_and_only_after_the_same_prefix(start: Start, plane: Any
     pool, other = kind(layout), kind("page_first", seed=1)
     keys, stored, fetched = chain(41), list(range(50, 91)), list(range(100, 59, -1))
     storage = start(pool)
-    assert storage.batch_exists(keys) == 0
+    assert storage.batch_exists(keys) == storage.batch_exists(["no hash"]) == 0
+    assert storage.counts == {"exists absent": 41, "exists complete": 0, "exists internal": 1}
     assert all(storage.batch_set_v1(keys, indices(pool, stored)))
     assert [len(request.keys) for request in plane.stores] == [2, 2, 1]  # 41 pages: 16, 16, 4, 4, 1
 
@@ -267,15 +268,16 @@ def test_nothing_moves_after_an_update_of_the_weights(start: Start, plane: Any) 
         ({"pool": "mamba"}, "'mamba'"),
         ({"layout": "page_head"}, "page_head"),
         ({"kind": "NVFP4Pool"}, "NVFP4Pool"),
+        ({"engine": None}, "cannot be identified: ModuleNotFoundError"),  # no SGLang is installed here
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(plane: Any, change: dict[str, Any], message: str) -> None:
     pool = type(change.pop("kind", "MHATokenToKVPoolHost"), (MHATokenToKVPoolHost,), {})()
     pool.layout = change.pop("layout", pool.layout)
-    further = change.pop("pool", "kv")
+    further, engine = change.pop("pool", "kv"), change.pop("engine", Engine(IDENTITY, HEADS))
     change["extra_config"] = {"data_plane": plane.address} | change.get("extra_config", {})
     with pytest.raises(ConfigurationError, match=message) as raised:  # noqa: PT012  # where it is noticed does not matter
-        storage = ShadowServeStorage(ranks(**change), {}, engine=Engine(IDENTITY, HEADS))
+        storage = ShadowServeStorage(ranks(**change), {}, engine=engine)
         storage.register_mem_pool_host(pool)
         storage.register_mem_host_pool_v2(pool, further)
         storage.on_host_pools_registered()
