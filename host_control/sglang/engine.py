@@ -100,7 +100,7 @@ def _complete_prefixes() -> None:
     from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
-    method = getattr(UnifiedRadixCache, "get_prefix_hash_values", None)
+    method: Any = getattr(UnifiedRadixCache, "get_prefix_hash_values", None)
     last_hash = getattr(UnifiedRadixCache, "get_last_hash_value", None)
     own = getattr(UnifiedTreeCoreInterface, "get_hash_values", None)
     used = (method, last_hash, own)
