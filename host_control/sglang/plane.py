@@ -22,9 +22,9 @@ from shadowserve.proto import dataplane_pb2 as pb
 _CALL_PAGES: Final = 128
 """Most pages of one call of SGLang that moves pages."""
 _STORE_S: Final = 5.0
+"""Longest time of a call that stores."""
 _NODE_S: Final = 8.0
-"""Longest time of a call that stores, and of all calls for a node's pages: 10 s after a flush, SGLang ends the engine if
-these calls go on."""
+"""Longest time of all calls that store a node's pages. If these go on 10 s after a flush, SGLang ends the engine."""
 
 
 class Moved(NamedTuple):
