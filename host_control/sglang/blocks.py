@@ -4,7 +4,8 @@ SGLang names a page by a chained hash: equal hashes mean equal tokens, equal ext
 is consecutive pages in one record. Blocks have a few sizes: a chunk's pages, then a quarter of that, down to one page.
 A block of ``n`` pages begins at a multiple of ``n``, so that calls that begin and end anywhere cover their pages with
 few records, and find them again. The record's name has the hash of the block's last page and the number of pages: it
-says all of the content, so a wrong position costs a hit and never gives wrong KV.
+says all of the content. A call's pages follow each other, and only they are taken from a block that the call finds:
+so a wrong position costs a hit and never gives wrong KV.
 """
 
 import hashlib
@@ -98,9 +99,12 @@ class FoundBlocks:
         self._blocks: OrderedDict[str, Block] = OrderedDict()
         self._most = most
 
-    def add(self, block: Block) -> None:
-        """Remember a block for those of its pages that no other block holds."""
-        for page in block.hashes:
+    def add(self, block: Block, first: int = 0) -> None:
+        """Remember a block for those of its pages from ``first`` on that no other block holds.
+
+        Pages before those of a call may not be those of the record, if SGLang leaves some out.
+        """
+        for page in block.hashes[max(first - block.first, 0) :]:
             self._blocks.setdefault(page, block)
 
     def update(self, others: "FoundBlocks") -> None:

@@ -1,6 +1,7 @@
 """Description of a running SGLang engine. The only module that reads SGLang's objects beside the host pool."""
 
 import functools
+import inspect
 import logging
 import re
 import threading
@@ -59,6 +60,7 @@ def running_engine(config: HostConfig, pool: Any) -> Engine:
     timeouts = _prefetch_settings(arguments)
     identity = engine_identity(arguments, model, pool.dtype, int(pool.page_size), content_hashes(config, _logger))
     _watch_weights()
+    _complete_prefixes()
     _logger.info("ShadowServe: identity %s of %s", identity.digest().hex()[:16], arguments.model_path)
     return Engine(identity, int(model.get_total_num_kv_heads()), *timeouts)
 
@@ -66,10 +68,12 @@ def running_engine(config: HostConfig, pool: Any) -> Engine:
 def _prefetch_settings(arguments: Any) -> tuple[float, float]:
     """Return SGLang's time limits of a prefetch; refuse an engine that does not tell where in a prompt pages are."""
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+    from sglang.srt.runtime_context import get_memory
 
     given = getattr(arguments, "hicache_storage_backend_extra_config", None)
-    if not given:  # attached at run time, with a configuration that only SGLang knows
-        return Engine.timeout_base_s, Engine.timeout_per_ki_s
+    if get_memory().hicache_storage_backend != "dynamic" or not given:  # None after a detach
+        # Earlier updates of the weights are not known, nor is the configuration.
+        raise UncacheableError("attaching at run time is not supported: start SGLang with --hicache-storage-backend")
     _, _, base, per_ki, prefix_keys = HybridCacheController.parse_storage_backend_extra_config(given)
     if not prefix_keys:
         raise UncacheableError('set "hicache_storage_pass_prefix_keys": true in --hicache-storage-backend-extra-config')
@@ -79,14 +83,39 @@ def _prefetch_settings(arguments: Any) -> tuple[float, float]:
 def _watch_weights() -> None:
     """Notice updates of weights: from then on, the identity is not the engine's."""
     from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
+    from sglang.srt.utils.weight_checker import WeightChecker
 
-    names = [name for name in vars(WeightUpdater) if _UPDATES.fullmatch(name)]
-    if "update_weights_from_disk" not in names:
+    methods = [(WeightUpdater, name) for name in vars(WeightUpdater) if _UPDATES.fullmatch(name)]
+    methods.append((WeightChecker, "_reset_tensors"))
+    if not hasattr(WeightUpdater, "update_weights_from_disk") or not hasattr(*methods[-1]):
         raise UncacheableError("this SGLang updates weights in a way that is not known; 0.5.23 is supported")
-    for name in names:
-        method = getattr(WeightUpdater, name)
+    for owner, name in methods:
+        method = getattr(owner, name)
         if not hasattr(method, "__wrapped__"):
-            setattr(WeightUpdater, name, _noticed(method))
+            setattr(owner, name, _noticed(method))
+
+
+def _complete_prefixes() -> None:
+    """Tell lookups of all pages before theirs: SGLang 0.5.23 leaves out those of the last node that matches."""
+    from sglang.srt.mem_cache.unified_cache.unified_tree_core_interface import UnifiedTreeCoreInterface
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    method: Any = getattr(UnifiedRadixCache, "get_prefix_hash_values", None)
+    last_hash = getattr(UnifiedRadixCache, "get_last_hash_value", None)
+    own = getattr(UnifiedTreeCoreInterface, "get_hash_values", None)
+    used = (method, last_hash, own)
+    if not all(each and [*inspect.signature(each).parameters] == ["self", "node_id"] for each in used):
+        raise UncacheableError("this SGLang describes a prefix in a way that is not known; 0.5.23 is supported")
+    if hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def complete(self: Any, node_id: Any) -> list[str]:
+        found, last = list(method(self, node_id)), self.get_last_hash_value(node_id)
+        known = last is None or found[-1:] == [last]  # a page's hash contains its prefix: no other page has it
+        return found if known else [*found, *self.tree_core.get_hash_values(node_id)]
+
+    UnifiedRadixCache.get_prefix_hash_values = complete
 
 
 def _noticed(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -59,6 +59,8 @@ _REFUSED: Final = {
     "checkpoint_engine_wait_weights_before_ready": "weights of a checkpoint engine",
     "forward_hooks": "forward hooks",
     "kt_weight_path": "weights of KTransformers",
+    "modelopt_checkpoint_restore_path": "quantization of a ModelOpt checkpoint",
+    "disaggregation_decode_enable_offload_kvcache": "a decode engine that stores without telling the prefix",
 }
 _FORMATS: Final = {
     "auto", "pt", "safetensors", "npcache", "gguf", "bitsandbytes", "mistral", "fastsafetensors",
@@ -75,6 +77,10 @@ def refuse_arguments(arguments: Any) -> None:
     for name, what in _REFUSED.items():
         if getattr(arguments, name, None):
             raise UncacheableError(f"{what} is not supported (--{name.replace('_', '-')})")
+    if getattr(arguments, "hicache_host_memory_mode", "cache") != "cache":
+        raise UncacheableError("--hicache-host-memory-mode other than cache: SGLang does not tell the whole prefix")
+    if getattr(arguments, "enable_memory_saver", False) and not getattr(arguments, "enable_weights_cpu_backup", False):
+        raise UncacheableError("--enable-memory-saver loses the weights without --enable-weights-cpu-backup")
     if str(arguments.load_format) not in _FORMATS:
         raise UncacheableError(f"the content of weights with --load-format {arguments.load_format} is not known")
 
@@ -110,10 +116,11 @@ def engine_identity(arguments: Any, model: Any, dtype: Any, page_tokens: int, ha
         )
     folder, files = _files(arguments)
     started = _started_ns()
-    for path in files:
+    described = canonical(model.hf_config)
+    configuration = _configuration(arguments, folder, described)
+    for path in (*files, *configuration, *folder.glob("*.json"), *folder.glob("*.py"), *_branches(folder)):
         if changed_since(path, started):
             raise UncacheableError(f"{path} has changed since this engine started; restart the engine")
-    described = canonical(model.hf_config)
     computed = {
         "engine": "sglang",
         "hf_config": meaningful(described),
@@ -124,7 +131,7 @@ def engine_identity(arguments: Any, model: Any, dtype: Any, page_tokens: int, ha
         "hip": torch.version.hip is not None,  # the fp8 formats of some AMD GPUs have other values
         "arguments": _arguments(arguments),
         "environment": {name: value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
-        "configuration": sorted(hashes.digests(_configuration(arguments, folder, described))),
+        "configuration": sorted(hashes.digests(configuration)),
     }
     weights = sorted(hashes.digests(files))
     return ModelIdentity(
@@ -182,6 +189,12 @@ def _files(arguments: Any) -> tuple[Path, list[Path]]:
     if not files:
         raise UncacheableError(f"{folder} contains no weights of a known type ({', '.join(_WEIGHTS)})")
     return folder, files
+
+
+def _branches(folder: Path) -> list[Path]:
+    """Return the files that say which commit a branch of a model in a hub cache is."""
+    cache = folder.parents[1] if folder.parent.name == "snapshots" else None
+    return [path for path in cache.glob("refs/**/*") if path.is_file()] if cache else []
 
 
 def _configuration(arguments: Any, folder: Path, described: Any) -> list[Path]:

@@ -21,6 +21,10 @@ from shadowserve.proto import dataplane_pb2 as pb
 
 _CALL_PAGES: Final = 128
 """Most pages of one call of SGLang that moves pages."""
+_STORE_S: Final = 5.0
+"""Longest time of a call that stores."""
+_NODE_S: Final = 8.0
+"""Longest time of all calls that store a node's pages. If these go on 10 s after a flush, SGLang ends the engine."""
 
 
 class Moved(NamedTuple):
@@ -79,8 +83,13 @@ class PageMover:
             progress=True,
         )
         seconds = min(config.fetch_timeout_s, engine.fetch_timeout_s(_CALL_PAGES * self._pages.page_tokens))
-        self._manager = KVCacheManager(self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds)
+        try:
+            self._manager = KVCacheManager(self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds)
+        except BaseException:
+            self._client.close()
+            raise
         self._numbers = itertools.count(1)
+        self._node = (("", 0), 0.0)
         self._job = secrets.token_hex(8)
 
     def close(self) -> None:
@@ -115,7 +124,7 @@ class PageMover:
         asked = [list(pages.blocks(level, self._sizes[level], begin, end)) for level in wanted]
         for blocks, stored in self._stored(pages, asked, ends, prefetch=True):
             for block in itertools.compress(blocks, stored):
-                found.add(block)
+                found.add(block, pages.first)
 
     def _stored(
         self, pages: Pages, asked: Iterable[list[Block]], ends: float, *, prefetch: bool
@@ -197,8 +206,8 @@ class PageMover:
         Raises:
             DataPlaneError: The data plane cannot be reached, or does not answer in time.
         """
-        ends = time.monotonic() + self._config.store_timeout_s
         numbers = self._pages.numbers(indices, pages.end - pages.first)
+        ends = self._store_ends(pages, indices)
         blocks = pages.cover(self._sizes)
         asked = [[block for block in blocks if block.level == level] for level in range(len(self._sizes))]
         lookup_ends = min(time.monotonic() + self._config.lookup_timeout_s, ends)
@@ -218,6 +227,17 @@ class PageMover:
                 moved[block.first - pages.first : block.end - pages.first] = [True] * len(block.hashes)
         self._remember(blocks, pages, moved)
         return Moved(moved, reason, detail)
+
+    def _store_ends(self, pages: Pages, indices: Any) -> float:
+        """Return when a store ends. Calls for a node have slices of its indices, one after the other."""
+        now, address = time.monotonic(), indices.data_ptr()
+        following, ends = self._node
+        if following != (pages.hashes[pages.first - 1] if pages.first else "", address):
+            ends = now + _NODE_S
+        self._node = ((pages.hashes[-1], address + indices.nbytes), ends)
+        if now >= ends:
+            raise DataPlaneError(f"stores of one node's pages take over {_NODE_S:.0f} s", Reason.DEADLINE)
+        return min(now + min(self._config.store_timeout_s, _STORE_S), ends)
 
     def _parents(self, pages: Pages, blocks: Sequence[Block]) -> dict[int, bytes]:
         """Return the record key of the block before each block, by first page; empty where that is not known."""

@@ -100,6 +100,11 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
             self._mover = PageMover(self._config, self._engine, self._pool, self._ranks)
         except UncacheableError as error:
             raise ConfigurationError(f"ShadowServe: {error}; start SGLang without --hicache-storage-backend") from error
+        except ConfigurationError:
+            raise
+        except Exception as error:  # of another SGLang, or of files that are not as expected
+            line = " ".join(repr(error).split())
+            raise ConfigurationError(f"ShadowServe: this engine cannot be identified: {line}") from error
 
     def close(self) -> None:
         """End all calls and release the memory."""
@@ -114,24 +119,31 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
         mover = self._usable("exists", len(keys), self._config.fetch)
         if mover is None:
             return 0
-        pages = _pages(keys, extra_info)
         try:
-            return mover.find(pages) - pages.first
+            pages = _pages(keys, extra_info)
+            found = mover.find(pages) - pages.first
         except DataPlaneError as error:
             self._failed("exists", len(keys), error.outcome, str(error))
             return 0
+        except Exception as error:  # one that ends SGLang's thread ends the engine
+            _logger.exception("ShadowServe: exists failed")
+            self._failed("exists", len(keys), Reason.INTERNAL, type(error).__name__)
+            return 0
+        self._count("exists", Reason.COMPLETE, found)
+        self._count("exists", Reason.ABSENT, len(keys) - found)
+        return found
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Fetch pages into the host pool; return which are in place."""
         mover = self._usable("get", len(keys), self._config.fetch)
-        moved = self._moved("get", keys, mover and mover.fetch, host_indices, extra_info)
+        moved = self._moved("get", keys, mover.fetch if mover is not None else None, host_indices, extra_info)
         # A fetch may have begun before an update of the weights.
         return moved if self._usable("get", len(keys), self._config.fetch) else [False] * len(keys)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Store pages of the host pool; return which are stored."""
         mover = self._usable("set", len(keys), self._config.store)
-        return self._moved("set", keys, mover and mover.store, host_indices, extra_info)
+        return self._moved("set", keys, mover.store if mover is not None else None, host_indices, extra_info)
 
     def _moved(
         self, operation: str, keys: list[str], move: Callable[[Pages, Any], Moved] | None, indices: Any, extra: Any

@@ -120,7 +120,8 @@ def test_pages_come_back_and_only_after_the_same_prefix(start: Start, plane: Any
     pool, other = kind(layout), kind("page_first", seed=1)
     keys, stored, fetched = chain(41), list(range(50, 91)), list(range(100, 59, -1))
     storage = start(pool)
-    assert storage.batch_exists(keys) == 0
+    assert storage.batch_exists(keys) == storage.batch_exists(["no hash"]) == 0
+    assert storage.counts == {"exists absent": 41, "exists complete": 0, "exists internal": 1}
     assert all(storage.batch_set_v1(keys, indices(pool, stored)))
     assert [len(request.keys) for request in plane.stores] == [2, 2, 1]  # 41 pages: 16, 16, 4, 4, 1
 
@@ -181,6 +182,19 @@ def test_a_wrong_position_costs_a_hit_and_never_gives_other_pages(start: Start) 
     assert all(reader.batch_get_v1(keys[:20], indices(other, range(20))))  # a part of a block
 
 
+def test_a_lookup_without_pages_of_its_prefix_gives_no_other_request_wrong_pages(start: Start) -> None:
+    pool, other, keys = MHATokenToKVPoolHost(), MHATokenToKVPoolHost(seed=1), chain(32)
+    start(pool).batch_set_v1(keys, indices(pool, range(32)))
+    reader, gapped = start(other), after(keys[:10])
+    assert reader.batch_exists(keys[26:], gapped) == 6  # the last block of 16 pages, which begins after the prefix
+    assert all(reader.batch_get_v1(keys[26:], indices(other, range(6)), gapped))
+    assert same(pool, range(26, 32), other, range(6))
+    got = reader.batch_get_v1(keys[:10], indices(other, range(10)))
+    assert all(same(pool, [page], other, [page]) for page, moved in enumerate(got) if moved)
+    assert all(reader.batch_get_v1(keys[:16], indices(other, range(16))))
+    assert same(pool, range(16), other, range(16))
+
+
 def silence(plane: ScriptedDataPlane) -> None:
     plane.script.stall |= {"Lookup", "Store"}
     plane.script.fetch_delay = 60
@@ -214,6 +228,23 @@ def test_a_failure_is_a_miss_within_the_time_limit(start: Start, plane: Any, fau
     assert not reason or storage.counts[f"get {reason}"] == 48 - len(placed)
 
 
+def test_slow_stores_of_a_node_end_before_a_flush_ends_the_engine(
+    start: Start, plane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_control.sglang.plane as module
+
+    later = 0.0
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later))
+    pool, keys = MHATokenToKVPoolHost(), chain(150)
+    storage, places = start(pool, extra={"store_timeout_s": 600}), indices(pool, range(150))
+    assert all(storage.batch_set_v1(keys[:128], places[: 128 * PAGE], after([])))
+    assert max(request.timeout_ms for request in plane.stores) <= 5000
+    later = 9.0
+    assert not any(storage.batch_set_v1(keys[128:], places[128 * PAGE :], after(keys[:128])))
+    assert storage.counts["set deadline"] == 22
+    assert all(storage.batch_set_v1(keys[128:], places[128 * PAGE :].clone(), after(keys[:128])))  # of another node
+
+
 def test_nothing_moves_after_an_update_of_the_weights(start: Start, plane: Any) -> None:
     changed = False
     pool, keys = MHATokenToKVPoolHost(), chain(16)
@@ -237,15 +268,16 @@ def test_nothing_moves_after_an_update_of_the_weights(start: Start, plane: Any) 
         ({"pool": "mamba"}, "'mamba'"),
         ({"layout": "page_head"}, "page_head"),
         ({"kind": "NVFP4Pool"}, "NVFP4Pool"),
+        ({"engine": None}, "cannot be identified: ModuleNotFoundError"),  # no SGLang is installed here
     ],
 )
 def test_what_is_not_supported_is_refused_in_one_line(plane: Any, change: dict[str, Any], message: str) -> None:
     pool = type(change.pop("kind", "MHATokenToKVPoolHost"), (MHATokenToKVPoolHost,), {})()
     pool.layout = change.pop("layout", pool.layout)
-    further = change.pop("pool", "kv")
+    further, engine = change.pop("pool", "kv"), change.pop("engine", Engine(IDENTITY, HEADS))
     change["extra_config"] = {"data_plane": plane.address} | change.get("extra_config", {})
     with pytest.raises(ConfigurationError, match=message) as raised:  # noqa: PT012  # where it is noticed does not matter
-        storage = ShadowServeStorage(ranks(**change), {}, engine=Engine(IDENTITY, HEADS))
+        storage = ShadowServeStorage(ranks(**change), {}, engine=engine)
         storage.register_mem_pool_host(pool)
         storage.register_mem_host_pool_v2(pool, further)
         storage.on_host_pools_registered()
@@ -281,6 +313,10 @@ class Arguments:
     speculative_algorithm: str | None = None
     unknown_of_a_later_release: int = 0
     hicache_size: int = 0
+    hicache_host_memory_mode: str = "cache"
+    enable_memory_saver: bool = False
+    modelopt_checkpoint_restore_path: str | None = None
+    disaggregation_decode_enable_offload_kvcache: bool = False
 
 
 @dataclass
@@ -336,12 +372,37 @@ def test_what_changes_kv_changes_the_identity_and_nothing_else_does(identify: Ca
     assert len({plain, *others}) == 1 + len(others)
 
 
+def test_a_branch_or_configuration_that_changes_after_the_start_is_refused(
+    identify: Callable[..., bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import host_control.sglang.identity as module
+
+    snapshot, branch = tmp_path / "models--a--b" / "snapshots" / "commit", tmp_path / "models--a--b" / "refs" / "main"
+    for folder in (snapshot, branch.parent):
+        folder.mkdir(parents=True)
+    for path in (snapshot / "model.safetensors", snapshot / "config.json", branch):
+        path.write_bytes(b"{}")
+    started = time.time_ns()
+    monkeypatch.setattr(module, "_started_ns", lambda: started)
+    identify(model_path=str(snapshot))
+    for path in (branch, snapshot / "config.json"):
+        started = time.time_ns()
+        while path.stat().st_ctime_ns <= started:
+            path.write_bytes(b"{ }")
+        with pytest.raises(UncacheableError, match=path.name):
+            identify(model_path=str(snapshot))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         ({"enable_lora": True}, "LoRA"),
         ({"speculative_algorithm": "EAGLE"}, "speculative"),
         ({"load_format": "dummy"}, "dummy"),
+        ({"hicache_host_memory_mode": "buffer_only"}, "prefix"),
+        ({"enable_memory_saver": True}, "weights"),
+        ({"modelopt_checkpoint_restore_path": "x"}, "ModelOpt"),
+        ({"disaggregation_decode_enable_offload_kvcache": True}, "prefix"),
         ({"model": {"is_multimodal": True}}, "images"),
     ],
 )

@@ -25,6 +25,7 @@ class SGLang:
                 "interface_v1": 1,
                 "hicache_storage_pass_prefix_keys": True,
                 "prefetch_threshold": 16,
+                "prefetch_timeout_base": 5,  # a busy machine is not a miss
                 "data_plane": address,
                 "lookup_timeout_s": 2,
                 "identity_cache": "none",

@@ -79,6 +79,12 @@ def test_a_prompt_comes_from_storage_after_a_flush_and_only_after_its_prefix(fil
     assert_same(filled.generate(OTHER), reference["other"], 0)
 
 
+def test_after_pages_in_memory_the_rest_comes_from_storage(filled: SGLang, reference: Any) -> None:
+    filled.flush()
+    filled.generate(PROMPT[: 19 * PAGE + 1])
+    assert_same(filled.generate(PROMPT), reference["prompt"], (PAGES - 19) * PAGE)
+
+
 def test_turns_of_a_conversation_come_from_storage_with_any_number_of_pages(filled: SGLang, storage: Storage) -> None:
     prompt, known = list(PROMPT), PAGES
     filled.flush()
@@ -157,6 +163,7 @@ def test_a_damaged_record_is_computed_again(filled: SGLang, storage: Storage, re
 def test_another_engine_after_a_restart_finds_the_prompt(
     filled: SGLang, start: Callable[..., SGLang], storage: Storage, reference: Any
 ) -> None:
+    filled.flush()  # the test before may have left the prompt there
     redis(storage, b"FLUSHALL")
     fill(filled, storage)
     assert_same(start().generate(PROMPT), reference["prompt"], PAGES * PAGE)
