@@ -23,7 +23,7 @@ _logger = logging.getLogger("vllm.shadowserve")
 _TIER_OPTIONS: Final = ("type", "module_path", "locality", "enable_kv_events", "trust_names", "backpressure")
 """Keys of an entry of ``secondary_tiers`` that are not keys of section ``host``."""
 _TIER_UNUSED: Final = (
-    *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "pd_role", "pd_timeout_s"),
+    *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "hints", "pd_role", "pd_timeout_s"),
     *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads", "otlp_endpoint"),
     "metrics_port",
     *("chunk_tokens", "load_tokens_min", "bins", "value_bins", "scale_tokens"),
