@@ -188,7 +188,10 @@ class Timing:
         step, now = self._steps.popleft(), self._clock()
         begin, self._last_end_s = max(step.scheduled_s, self._last_end_s), now
         if self.reports is not None and not any(each.decodes for each in self._steps):
-            self.reports.ends() if idle else self.reports.rests()
+            if idle:
+                self.reports.ends()
+            else:
+                self.reports.rests()
         if step.row is not None and now > begin:
             if step.row == "prompts":
                 self.table.observe(step.row, step.tokens, step.pairs, now - begin)

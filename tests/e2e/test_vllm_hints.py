@@ -8,7 +8,6 @@ from kit import greedy
 from machine import free_port, wait_for
 from redis import Redis
 from stack import Process
-from stack import data_plane as start_daemon
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -21,13 +20,6 @@ PINNED, PLAIN, BRIEF, ABSURD = 1, 2, 3, 4
 @pytest.fixture(scope="module")
 def storage() -> Iterator[Process]:
     process = Process("storage", "--port", str(free_port()), "--memory-budget-bytes", "16MiB")
-    yield process
-    process.stop()
-
-
-@pytest.fixture(scope="module")
-def daemon(storage: Process) -> Iterator[Process]:
-    process = start_daemon(storage.address)
     yield process
     process.stop()
 
