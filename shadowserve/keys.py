@@ -41,7 +41,7 @@ RECORD_VERSION: Final = 2
 SEGMENT_CHUNKS: Final = 4
 """Chunks of a segment. Of prompts that share a prefix, at most one chunk less than a segment follows the prefix to its
 node; the next segment of each prompt has a node of its own."""
-_SEGMENT_BYTES: Final = 8
+SEGMENT_BYTES: Final = 8
 """Trailing bytes that all keys of a segment share; the other 192 bits distinguish them."""
 _CHAIN_PREFIX: Final = b"shadowserve chain 3\0"
 _TAIL_PREFIX: Final = b"shadowserve tail 2\0"
@@ -153,13 +153,13 @@ def record_keys(namespace: bytes, chunk_keys: Iterable[bytes]) -> list[bytes]:
     """
     before, chunk_keys = _RECORD_PREFIX + namespace, list(chunk_keys)
     segments = {segment_of(key) for key in chunk_keys}
-    ends = {segment: hashlib.sha256(before + segment).digest()[:_SEGMENT_BYTES] for segment in segments}
-    return [hashlib.sha256(before + key).digest()[:-_SEGMENT_BYTES] + ends[segment_of(key)] for key in chunk_keys]
+    ends = {segment: hashlib.sha256(before + segment).digest()[:SEGMENT_BYTES] for segment in segments}
+    return [hashlib.sha256(before + key).digest()[:-SEGMENT_BYTES] + ends[segment_of(key)] for key in chunk_keys]
 
 
 def segment_of(key: bytes) -> bytes:
     """Return the last 8 bytes of a key, which all keys of a segment (in one namespace, for record keys) share."""
-    return key[-_SEGMENT_BYTES:]
+    return key[-SEGMENT_BYTES:]
 
 
 def private_chunk_keys(chunk_keys: Iterable[bytes], secret: bytes) -> list[bytes]:
@@ -167,8 +167,8 @@ def private_chunk_keys(chunk_keys: Iterable[bytes], secret: bytes) -> list[bytes
 
     They are one segment.
     """
-    end = hashlib.sha256(_PRIVATE_PREFIX + secret).digest()[-_SEGMENT_BYTES:]
-    return [hashlib.sha256(_PRIVATE_PREFIX + secret + key).digest()[:-_SEGMENT_BYTES] + end for key in chunk_keys]
+    end = hashlib.sha256(_PRIVATE_PREFIX + secret).digest()[-SEGMENT_BYTES:]
+    return [hashlib.sha256(_PRIVATE_PREFIX + secret + key).digest()[:-SEGMENT_BYTES] + end for key in chunk_keys]
 
 
 def prefix_chain(
@@ -223,7 +223,7 @@ def prefix_chain(
             chunk_hash.update(chunk_inputs)
         previous = chunk_hash.digest()
         if len(keys) % SEGMENT_CHUNKS:
-            previous = previous[:-_SEGMENT_BYTES] + end
+            previous = previous[:-SEGMENT_BYTES] + end
         else:
             end = segment_of(previous)
         keys.append(previous)
@@ -263,7 +263,7 @@ def tail_chunk_key(
     tail.update(struct.pack("<I", len(extra.request)) + extra.request)
     tail.update(_inputs_of_chunks(inputs, chunk_tokens, len(after), len(after) + 1).get(len(after), b""))
     digest = tail.digest()
-    return digest[:-_SEGMENT_BYTES] + segment_of(after[-1]) if after else digest
+    return digest[:-SEGMENT_BYTES] + segment_of(after[-1]) if after else digest
 
 
 def _inputs_of_chunks(inputs: Iterable[Input], chunk_tokens: int, first: int, end: int) -> dict[int, bytes]:

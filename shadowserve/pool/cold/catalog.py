@@ -14,7 +14,7 @@ import numpy as np
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name, partition_in
-from shadowserve.pool.cold.objects import FREE, HIDDEN, KNOWN, Found, ObjectTable, Row, keyed_hash
+from shadowserve.pool.cold.objects import FREE, HIDDEN, KNOWN, Found, ObjectTable, Row, keyed_hash, keyed_hashes
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000
@@ -139,8 +139,7 @@ class Catalog:
         if own is None:
             own = _Tenant(contents.tenant, next(self._numbers))
             self._tenants[contents.tenant] = self._by_number[own.number] = own
-        salt = own.salt
-        hashes = [keyed_hash(salt, key) for key in contents.keys]
+        hashes = keyed_hashes(own.salt, contents.keys)
         number, shared = self._table.insert(own.number, contents, hashes, (written_s, self._list, used_h))
         own.stored += 1
         self._set_state(number, state, alone=len(hashes) - len(shared), shared=shared)
@@ -154,8 +153,8 @@ class Catalog:
         before, table.states[number] = table.states[number], state
         if KNOWN not in (before, state) or before == state:
             return
-        row, is_new = table.row(number), state == KNOWN
-        own, sign = self._by_number[row.tenant], 1 if is_new else -1
+        is_new = state == KNOWN
+        own, sign = self._by_number[table.tenant(number)], 1 if is_new else -1
         for hashed in table.hashes(number) if shared is None else shared:
             alone += sum(table.states[each] == KNOWN for each in table.holders(hashed)) == is_new
         if not own.is_cleared:
@@ -175,7 +174,8 @@ class Catalog:
         left_out[name] = _LeftOut(records, self._list, size, written_s)
 
     def _let_in(self, name: str) -> None:
-        self.left_out -= self._left_out.get(partition_in(name), {}).pop(name, None) is not None
+        if self.left_out:
+            self.left_out -= self._left_out.get(partition_in(name), {}).pop(name, None) is not None
 
     def _make_room(self, tenant: str, records: int, written_s: float) -> bool:
         """Forget the oldest objects of tenants beyond their shares until there is room; False if there is none."""
@@ -203,7 +203,7 @@ class Catalog:
         while own.objects:
             while own.oldest:
                 written_s, number = own.oldest[-1]
-                is_same = table.states[number] == KNOWN and table.row(number).tenant == own.number
+                is_same = table.states[number] == KNOWN and table.tenant(number) == own.number
                 if is_same and table.written_s[number] == written_s:
                     return written_s, number
                 own.oldest.pop()
@@ -216,11 +216,11 @@ class Catalog:
         return join_name(ObjectName(row.partition, self._by_number[row.tenant].name, row.digest))
 
     def _is_cleared(self, number: int) -> bool:
-        return self._by_number[self._table.row(number).tenant].is_cleared
+        return self._by_number[self._table.tenant(number)].is_cleared
 
     def _remove(self, number: int) -> None:
         """Forget an object, whether it is known or hidden."""
-        own = self._by_number[self._table.row(number).tenant]
+        own = self._by_number[self._table.tenant(number)]
         self._set_state(number, HIDDEN)
         self._table.remove(number)
         own.stored -= 1

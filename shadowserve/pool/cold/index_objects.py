@@ -19,7 +19,7 @@ import struct
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from shadowserve.pool.cold.layout import ColdObjectError, Contents, folder_of, read_footer
+from shadowserve.pool.cold.layout import ColdObjectError, Contents, folder_of, read_footers
 
 _MAGIC: Final = b"SSINDX01"
 _ENTRY: Final = struct.Struct("<II")
@@ -67,18 +67,20 @@ def parse_index(name: IndexName, body: bytes) -> list[IndexEntry]:
         raise ColdObjectError("its bytes do not have the digest in its name")
     if not body.startswith(_MAGIC):
         raise ColdObjectError("it is of another version")
-    entries, at = [], len(_MAGIC)
+    used_h, footers, at = [], [], len(_MAGIC)
     while at < len(body):
         if at + _ENTRY.size > len(body):
             raise ColdObjectError("it ends within an entry")
-        used_h, size = _ENTRY.unpack_from(body, at)
+        hour, size = _ENTRY.unpack_from(body, at)
         at += _ENTRY.size + size
-        footer = body[at - size : at]
-        contents = read_footer(footer, is_checked=True)
-        if len(footer) != size or not contents.name.startswith(folder_of(name.partition)):
-            raise ColdObjectError("it has an entry of another partition")
-        entries.append(IndexEntry(contents, used_h, footer))
-    return entries
+        used_h.append(hour)
+        footers.append(body[at - size : at])
+    if at > len(body):
+        raise ColdObjectError("it ends within a footer")
+    found = read_footers(footers)
+    if any(contents.parts.partition != name.partition for contents in found):
+        raise ColdObjectError("it has an entry of another partition")
+    return [*map(IndexEntry, found, used_h, footers)]
 
 
 def _digest(body: bytes) -> str:

@@ -15,19 +15,21 @@ records.
 """
 
 import hashlib
-import operator
 import re
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import pairwise
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from shadowserve.errors import ShadowServeError
-from shadowserve.placement import partition_of
+from shadowserve.placement import partition_of, partitions_of
 
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
+_ENTRIES: Final = np.dtype([("key", "V32"), ("offset", "<u8"), ("length", "<u4"), ("header_bytes", "<u4")])
 _FOOTER: Final = struct.Struct("<8sIIQ")
 _SUM_BYTES: Final = 16
 ENTRY_BYTES: Final = _ENTRY.size
@@ -76,7 +78,7 @@ class Contents(NamedTuple):
     def of(cls, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
         """Return the contents of a tenant's object with these records."""
         keys, positions = zip(*places, strict=True)
-        parts = _parts(tenant, keys)
+        parts = _parts(partition_of(keys[0]), tenant, keys)
         return cls(join_name(parts), parts, size, keys, *zip(*positions, strict=True))
 
     @property
@@ -92,12 +94,13 @@ class Contents(NamedTuple):
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
     """Return the name of the object with a tenant's records of these keys, in this order."""
-    return join_name(_parts(tenant, tuple(keys)))
+    first, *others = keys
+    return join_name(_parts(partition_of(first), tenant, (first, *others)))
 
 
-def _parts(tenant: str, keys: Sequence[bytes]) -> ObjectName:
+def _parts(partition: int, tenant: str, keys: Sequence[bytes]) -> ObjectName:
     data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
-    return ObjectName(partition_of(keys[0]), tenant, hashlib.blake2b(data, digest_size=20).digest())
+    return ObjectName(partition, tenant, hashlib.blake2b(data, digest_size=20).digest())
 
 
 def join_name(parts: ObjectName) -> str:
@@ -193,33 +196,79 @@ def parse_footer(name: str, data: bytes, size: int) -> Contents:
     return contents
 
 
-def read_footer(footer: bytes, *, is_checked: bool = False) -> Contents:
-    """Return the contents of the object that has these entries and this footer. ``is_checked``: skip the checksum.
+def read_footer(footer: bytes) -> Contents:
+    """Return the contents of the object that has these entries and this footer.
 
     Raises:
         ColdObjectError: They are unsound.
     """
+    [contents] = read_footers([footer])
+    if _sum(footer[:-_SUM_BYTES]) != footer[-_SUM_BYTES:]:
+        raise ColdObjectError("the checksum of its entries is wrong")
+    return contents
+
+
+def read_footers(footers: Sequence[bytes]) -> list[Contents]:
+    """Return the contents of the objects that have these entries and footers. It does not check their checksums.
+
+    Raises:
+        ColdObjectError: One of them is unsound.
+    """
+    if not footers:
+        return []
+    counts, tenants, sizes = zip(*map(_unpacked, footers), strict=True)
+    pairs = zip(footers, counts, strict=True)
+    entries = np.frombuffer(b"".join(footer[: count * ENTRY_BYTES] for footer, count in pairs), _ENTRIES)
+    offsets, lengths, header_bytes = (entries[field].astype(np.int64) for field in ("offset", "length", "header_bytes"))
+    limits = np.cumsum((0, *counts))
+    ends = np.cumsum((0, *lengths.tolist()))
+    begins = ends[limits[:-1]]
+    is_placed = (offsets == ends[:-1] - np.repeat(begins, counts)) & (header_bytes > 0) & (header_bytes <= lengths)
+    if not is_placed.all():
+        raise ColdObjectError("its entries do not say where its records begin, without gaps")
+    if not np.array_equal(ends[limits[1:]] - begins, np.subtract(sizes, [*map(len, footers)])):
+        raise ColdObjectError("its entries do not cover its records, each once")
+    partitions = partitions_of(entries["key"])
+    firsts = partitions[limits[:-1]]
+    if (partitions != np.repeat(firsts, counts)).any():
+        raise ColdObjectError("its records are of several partitions")
+    keys = entries["key"].tolist()
+    columns = (keys, offsets.tolist(), lengths.tolist(), header_bytes.tolist())
+    return [
+        _contents(partition, tenant, size, *[tuple(column[begin:end]) for column in columns])
+        for partition, tenant, size, (begin, end) in zip(
+            firsts.tolist(), tenants, sizes, pairwise(limits.tolist()), strict=True
+        )
+    ]
+
+
+def _unpacked(footer: bytes) -> tuple[int, bytes, int]:
+    """Return the number of records, the tenant's name and the bytes of an object."""
     if len(footer) < FOOTER_BYTES:
         raise ColdObjectError(f"a footer of {len(footer)} bytes is too short")
     _, count, tenant_bytes, size = _FOOTER.unpack_from(footer, len(footer) - FOOTER_BYTES)
     if footer_bytes(footer, size) != len(footer):
         raise ColdObjectError(f"{count} entries do not fit a footer of {len(footer)} bytes")
-    if not is_checked and _sum(footer[:-_SUM_BYTES]) != footer[-_SUM_BYTES:]:
-        raise ColdObjectError("the checksum of its entries is wrong")
     begin = count * ENTRY_BYTES
-    keys, offsets, lengths, header_bytes = zip(*_ENTRY.iter_unpack(footer[:begin]), strict=True)
-    ends = list(accumulate(lengths))
-    if offsets != (0, *ends[:-1]) or not all(map(operator.le, header_bytes, lengths)) or 0 in header_bytes:
-        raise ColdObjectError("its entries do not say where its records begin, without gaps")
-    if len(set(keys)) != count or ends[-1] != size - len(footer):
+    return count, footer[begin : begin + tenant_bytes], size
+
+
+def _contents(
+    partition: int, tenant: bytes, size: int, keys: tuple[bytes, ...], offsets: tuple[int, ...],
+    lengths: tuple[int, ...], header_bytes: tuple[int, ...],
+) -> Contents:  # fmt: skip
+    if len(set(keys)) < len(keys):
         raise ColdObjectError("its entries do not cover its records, each once")
-    if len({key[-8:] for key in keys}) > 1 and len(set(map(partition_of, keys))) > 1:
-        raise ColdObjectError("its records are of several partitions")
+    parts = _parts(partition, _tenant_of(tenant), keys)
+    return Contents(join_name(parts), parts, size, keys, offsets, lengths, header_bytes)
+
+
+@lru_cache(1024)
+def _tenant_of(name: bytes) -> str:
     try:
-        tenant = footer[begin : begin + tenant_bytes].decode("ascii")
-        parts = _parts(tenant, keys)
+        tenant = name.decode("ascii")
     except UnicodeDecodeError:
         raise ColdObjectError("the name of its tenant is not ASCII") from None
     if _tenant(_shown(tenant)) != tenant:
         raise ColdObjectError(f"no tenant has the name {tenant!r}")
-    return Contents(join_name(parts), parts, size, keys, offsets, lengths, header_bytes)
+    return tenant

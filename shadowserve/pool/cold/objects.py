@@ -18,6 +18,7 @@ from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.layout import Contents, ObjectName
 
 _SHARDS_LOG2: Final = 12
+_SHARD_SHIFT: Final = 64 - _SHARDS_LOG2
 _LOW_BITS: Final = 32
 _LOW_MASK: Final = (1 << _LOW_BITS) - 1
 _HASH_MASK: Final = (1 << 64) - 1
@@ -58,6 +59,11 @@ def keyed_hash(salt: bytes, data: bytes) -> int:
     return hash(salt + data) & _HASH_MASK
 
 
+def keyed_hashes(salt: bytes, keys: Iterable[bytes]) -> list[int]:
+    """Return the keyed hash of each key."""
+    return [hash(salt + key) & _HASH_MASK for key in keys]
+
+
 class _HashedNumbers:
     """Numbers by 64-bit hashes, of which 44 bits count, in 8 bytes each."""
 
@@ -66,23 +72,25 @@ class _HashedNumbers:
 
     def add(self, hashes: Iterable[int], number: int) -> list[int]:
         """Add a number for each hash; return those hashes that may have others."""
-        shards, shared = self._shards, []
+        shards, shared, find = self._shards, [], bisect_left
         for hashed in hashes:
-            shard, low = shards[hashed >> 64 - _SHARDS_LOG2], hashed & _LOW_MASK
-            at = bisect_left(shard, entry := low << _LOW_BITS | number)
-            if (at and shard[at - 1] >> _LOW_BITS == low) or (at < len(shard) and shard[at] >> _LOW_BITS == low):
+            shard = shards[hashed >> _SHARD_SHIFT]
+            entry = (hashed & _LOW_MASK) << _LOW_BITS | number
+            at = find(shard, entry)
+            # Neighbours with the same bits of the hash differ only in the bits of the number.
+            if (at and shard[at - 1] ^ entry <= _LOW_MASK) or (at < len(shard) and shard[at] ^ entry <= _LOW_MASK):
                 shared.append(hashed)
             shard.insert(at, entry)
         return shared
 
     def remove(self, hashes: Iterable[int], number: int) -> None:
         for hashed in hashes:
-            shard = self._shards[hashed >> 64 - _SHARDS_LOG2]
+            shard = self._shards[hashed >> _SHARD_SHIFT]
             del shard[bisect_left(shard, (hashed & _LOW_MASK) << _LOW_BITS | number)]
 
     def find(self, hashed: int) -> list[int]:
         """Return all numbers of a hash, and perhaps others; while another thread changes something, perhaps none."""
-        shard, low = self._shards[hashed >> 64 - _SHARDS_LOG2], hashed & _LOW_MASK
+        shard, low = self._shards[hashed >> _SHARD_SHIFT], hashed & _LOW_MASK
         at, found = bisect_left(shard, low << _LOW_BITS), []
         try:
             while (entry := shard[at]) >> _LOW_BITS == low:
@@ -110,6 +118,9 @@ class ObjectTable:
         self.sizes = array("I")
         self._tenants = array("I")
         self._partitions = array("H")
+        self._columns: tuple[Any, ...] = (
+            self.written_s, self.seen, self.used_h, self.sizes, self._tenants, self._partitions
+        )  # fmt: skip
         self._data: list[bytes] = []
         self._free: list[int] = []
         self._records = _HashedNumbers()
@@ -128,17 +139,16 @@ class ObjectTable:
             f"<{count}Q{2 * count}I", *hashes, *contents.offsets, *contents.header_bytes
         )
         values = (*times, contents.size, tenant, parts.partition)
-        columns: tuple[Any, ...] = (self.written_s, self.seen, self.used_h, self.sizes, self._tenants, self._partitions)
         if self._free:
             number = self._free.pop()
             self._data[number] = data
-            for column, value in zip(columns, values, strict=True):
+            for column, value in zip(self._columns, values, strict=True):
                 column[number] = value
         else:
             number = len(self._data)
             self._data.append(data)
             self.states.append(FREE)
-            for column, value in zip(columns, values, strict=True):
+            for column, value in zip(self._columns, values, strict=True):
                 column.append(value)
         self._names.add((keyed_hash(b"", parts.digest),), number)
         return number, self._records.add(hashes, number)
@@ -148,6 +158,10 @@ class ObjectTable:
         self._names.remove((keyed_hash(b"", self.row(number).digest),), number)
         self.states[number], self._data[number] = FREE, b""
         self._free.append(number)
+
+    def tenant(self, number: int) -> int:
+        """Return the tenant of an object."""
+        return self._tenants[number]
 
     def row(self, number: int) -> Row:
         return Row(*_FIXED.unpack_from(self._data[number]))
