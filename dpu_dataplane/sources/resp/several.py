@@ -2,8 +2,8 @@
 
 :mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
 weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
-the same time. Then it asks the second choice of a segment if the first one has a long queue, or lacks records after it
-was away or after a change of the map. It decides by the answers and loads which one the fetch reads from, and returns
+the same time, and the second choices of those that are expected to have a long queue. Then it asks the second choice of
+a segment if the first one has a long queue after all, or lacks records after it was away or after a change of the map. It decides by the answers and loads which one the fetch reads from, and returns
 that one's answer. If only the busy one has a record, it is copied to the other one (copies.py).
 """
 
@@ -86,6 +86,7 @@ class SeveralServers(RespSource):
         self._warming: asyncio.Future[Any] | None = None  # the request that warms a second choice
         self._busy: set[str] = set()  # servers that were avoided for their load
         self._bytes_per_us: deque[float] = deque([0.0], _RATES)
+        self._record_bytes = 0  # mean of the last lookup that has found some
         self._started = False
         self._copies: HotCopies
         metrics.gauges["storage_nodes_away"] = (
@@ -290,17 +291,24 @@ class SeveralServers(RespSource):
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
         segments = self._segments(keys)
-        found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
-        # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
-        also = self._also(segments, found).items()  # one task for each: a slow one must not delay the others' answers
-        asking = [asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)) for address, some in also]
+        expected = self._also(segments, [Cold(self._record_bytes, 0)] * len(keys))  # in the same round trip
+        asked = {address: frozenset(some) for address, some in expected.items()}
+        asking = self._ask_each(keys, expected)
         try:
-            if asking:
-                await asyncio.wait(asking, timeout=_SECOND_S)
+            found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
+            self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
+            # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
+            also = self._also(segments, found)
+            awaited = [task for address, task in asking if not asked[address].isdisjoint(also.get(address, ()))]
+            left = {address: [at for at in some if at not in asked.get(address, ())] for address, some in also.items()}
+            more = self._ask_each(keys, {address: some for address, some in left.items() if some})
+            asking += more
+            if awaited or more:
+                await asyncio.wait([*awaited, *(task for _, task in more)], timeout=_SECOND_S)
         finally:
-            for task in asking:
+            for _, task in asking:
                 task.cancel()
-        seconds = [each for task in asking if task.done() and not task.cancelled() for each in task.result()]
+        seconds = [each for _, task in asking if task.done() and not task.cancelled() for each in task.result()]
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         if not other_of and not self._chosen:
             return found
@@ -311,6 +319,15 @@ class SeveralServers(RespSource):
             segment = segment._replace(first=first, second=None if second == first else second)
             self._decide(keys, segment, found, others, waits)
         return found
+
+    def _ask_each(
+        self, keys: Sequence[bytes], by_server: Mapping[str, Sequence[int]]
+    ) -> list[tuple[str, asyncio.Task[list[_Answered[Sequence[Found] | BaseException]]]]]:
+        """Look keys up, with a task for each server: a slow one must not delay the answers of the others."""
+        return [
+            (address, asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)))
+            for address, some in by_server.items()
+        ]
 
     def _segments(self, keys: Sequence[bytes]) -> list[_Segment]:
         usable = self._usable()

@@ -414,6 +414,26 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
         assert (await client.lookup(chain)).hits == [4] and (await client.fetch(chain)).chunks == 4
 
 
+async def test_a_lookup_asks_first_and_second_choices_in_one_round_trip() -> None:
+    """Symptom: a lookup of a busy node's records took two round trips, one after the other."""
+    async with (
+        scripted_nodes(2) as nodes,
+        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
+    ):
+        chain = own_chain(nodes, nodes[0], chunks=4)
+        for node in nodes:
+            node.fill(SHAPE, chain)
+        nodes[0].load = 1_000_000
+        assert (await client.lookup(chain)).hits == [4]
+        nodes[0].held = ["KV.META"]
+        nodes[0].free.clear()
+        before = nodes[1].asked["KV.META"]
+        looking = asyncio.ensure_future(client.lookup(chain))
+        await until(lambda: nodes[0].waiting and nodes[1].asked["KV.META"] > before)
+        nodes[0].free.set()
+        assert (await looking).hits == [4]
+
+
 async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_an_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
