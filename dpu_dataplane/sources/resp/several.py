@@ -2,9 +2,10 @@
 
 :mod:`shadowserve.placement` maps segments to servers: the same map on all data planes with the same addresses and
 weights. New records and publications go to the first choice. A lookup asks the first choices of its segments, all at
-the same time, and the second choices of those that are expected to have a long queue. Then it asks the second choice of
-a segment if the first one has a long queue after all, or lacks records after it was away or after a change of the map. It decides by the answers and loads which one the fetch reads from, and returns
-that one's answer. If only the busy one has a record, it is copied to the other one (copies.py).
+the same time, and the second choices where a long queue is expected. Then it asks the second choice of a segment if the
+first one has a long queue after all, or lacks records after it was away or after a change of the map. It decides by the
+answers and loads which one the fetch reads from, and returns that one's answer. If only the busy one has a record, it
+is copied to the other one (copies.py).
 """
 
 import asyncio
