@@ -318,7 +318,12 @@ class SeveralServers(RespSource):
             index = segment.indexes[0]
             first, second = first_of[index], other_of.get(index)
             segment = segment._replace(first=first, second=None if second == first else second)
-            self._decide(keys, segment, found, others, waits)
+            if segment.second is not None:
+                self._decide(keys, segment, found, others, waits)
+                continue
+            waits.choose(Choice(first), None, _bytes_of(found[at] for at in segment.indexes))
+            for name in (segment.name, *(keys[at] for at in segment.indexes)):
+                self._chosen.pop(name, None)
         return found
 
     def _ask_each(
@@ -349,18 +354,21 @@ class SeveralServers(RespSource):
         """
         loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
         waits = self._waits(loads)
-        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(_bytes_of(found))
-        if self._before is self._placement and not self._returned and longest_us <= WAIT_MARGIN_US:
+        sizes = [each.length if isinstance(each, Stored | Cold) else 0 for each in found]
+        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(sum(sizes))
+        may_have_moved = self._before is not self._placement or self._returned
+        if not may_have_moved and longest_us <= WAIT_MARGIN_US:
             return {}
         also: dict[str, list[int]] = {}
-        for each in segments:
-            if each.second is None:
+        for name, indexes, first, second in segments:
+            if second is None:
                 continue
-            own = [found[index] for index in each.indexes]
-            is_busy = waits.choose(Choice(each.first), Choice(each.second), _bytes_of(own)) == each.second
-            has_moved = each.second == self._before.ranking(partition_of(each.name))[0] or each.first in self._returned
-            if is_busy or (has_moved and not all(map(_is_there, own))):
-                also.setdefault(each.second, []).extend(each.indexes)
+            size = sum([sizes[index] for index in indexes])
+            is_asked = waits.choose(Choice(first), Choice(second), size) == second
+            if not is_asked and may_have_moved and not all(_is_there(found[index]) for index in indexes):
+                is_asked = second == self._before.ranking(partition_of(name))[0] or first in self._returned
+            if is_asked:
+                also.setdefault(second, []).extend(indexes)
         return also
 
     def _decide(
@@ -368,12 +376,12 @@ class SeveralServers(RespSource):
     ) -> None:
         """Decide which server a segment is read from; ``found`` has the first choice's answers, and receives its."""
         name, indexes, first, second = segment
+        assert second is not None
         here, there = [found[index] for index in indexes], [others[index] for index in indexes]
         size = _bytes_of(map(_better, here, there))
-        own = Choice(first, _cold_us(here))
-        other = None if second is None else Choice(second, _cold_us(there))
+        own, other = Choice(first, _cold_us(here)), Choice(second, _cold_us(there))
         chosen = waits.choose(own, other if any(map(_is_there, there)) else None, size)
-        if other is not None and chosen == second and first not in self._busy:
+        if chosen == second and first not in self._busy:
             self._busy.add(first)
             logger.info(
                 "storage node %s is avoided while it is busy (%.0f ms; %s: %.0f ms): see storage_nodes_reads_total",
@@ -385,14 +393,14 @@ class SeveralServers(RespSource):
         self._read_from(name, chosen, first)
         for index in indexes:
             address, lacking = first, second
-            if second is not None and _is_there(others[index]) and (chosen == second or not _is_there(found[index])):
+            if _is_there(others[index]) and (chosen == second or not _is_there(found[index])):
                 address, lacking = second, first
             answers = {first: found[index], second: others[index]}
             found[index] = answers[address]
             self._read_from(keys[index], address, chosen)
-            if lacking is not None and answers[lacking] is None:
+            if answers[lacking] is None:
                 self._copy(keys[index], found[index], address, lacking)
-        if second is not None and chosen == first and any(isinstance(each, Cold) for each in there):
+        if chosen == first and any(isinstance(each, Cold) for each in there):
             self._warm(keys, indexes, first, second)
 
     def _copy(self, key: bytes, found: Found, address: str, lacking: str) -> None:
