@@ -203,11 +203,8 @@ def test_an_endless_body_uses_bounded_memory(how: str, operation: str) -> None:
     assert peak[0] - before <= RSS_GROWTH_MAX, f"{(peak[0] - before) / MIB:.0f} MiB"
 
 
-def test_a_slow_server_is_cut_off_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("server")  # for its credentials
+def test_a_slow_server_is_cut_off_at_the_deadline() -> None:
     with endless({"Content-Length": str(1 << 16)}, b"x") as endpoint, opened(endpoint, timeout_s=0.5) as bucket:
         with pytest.raises(BucketError) as raised:
             bucket.read(NAME, 0, 1 << 16)
