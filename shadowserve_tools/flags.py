@@ -81,7 +81,7 @@ def _scalar(key: str, field: FieldInfo, annotation: Any) -> str:
 
 def limits(key: str, field: FieldInfo) -> str:
     """Return the least and the most that a key takes, in words; empty where it has no limits."""
-    is_size = _is_size(key)
+    is_size = key.endswith("_bytes") or "_bytes_" in key
     found = []
     for constraint in field.metadata:
         for name, text in _LIMITS.items():
@@ -89,10 +89,6 @@ def limits(key: str, field: FieldInfo) -> str:
             if limit is not None:
                 found.append(text.format(_size(limit) if is_size else limit))
     return ", ".join(found)
-
-
-def _is_size(key: str) -> bool:
-    return key.endswith("_bytes") or "_bytes_" in key
 
 
 def _size(count: int) -> str:

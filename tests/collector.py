@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any, NamedTuple
 
-from machine import wait_for
+from machine import http_server, wait_for
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 
@@ -25,8 +24,8 @@ class Span(NamedTuple):
 class Collector:
     """Spans received so far, at ``endpoint``."""
 
-    def __init__(self, server: ThreadingHTTPServer) -> None:
-        self.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
         self.spans: list[Span] = []
 
     def add(self, data: bytes) -> None:
@@ -62,13 +61,6 @@ def collector() -> Iterator[Collector]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found = Collector(server)
-    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with http_server(Handler) as address:
+        found = Collector(f"http://{address}")
         yield found
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -11,8 +11,10 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +32,19 @@ def python_path() -> str:
     """Return PYTHONPATH for a program to start: this checkout, behind what the tests themselves have there."""
     before = os.environ.get("PYTHONPATH")
     return os.pathsep.join([*([before] if before else []), str(Path(__file__).parents[1])])
+
+
+@contextlib.contextmanager
+def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Run an HTTP server on a free port; its ``host:port``."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:

@@ -320,12 +320,9 @@ def _check_read(disk: Disk, before: int, stored_bytes: int) -> None:
 def _add_rows(report: Report, case: _Case) -> None:
     for name, times in case.ttft_s.items():
         system = _SYSTEMS.get(name)
+        waits_for_link = system and (system.over_link or system.slow_bucket or system.on_ssd)
         report.row(
             tokens=case.tokens, stored=case.stored if system else 0, system=name,
-            link_Gbit_per_s=case.gbit_per_s if system and (system.over_link or _is_source_slow(system)) else "",
+            link_Gbit_per_s=case.gbit_per_s if waits_for_link else "",
             stored_MB=case.stored_bytes / 1e6 if system else "", ttft_ms=statistics.median(times) * 1e3,
         )  # fmt: skip
-
-
-def _is_source_slow(system: _System) -> bool:
-    return system.slow_bucket or system.on_ssd

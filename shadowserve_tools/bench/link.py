@@ -86,21 +86,18 @@ def link(
     report.charts.append(_chart(report, [lossless, binned]))
 
 
-def _tokens_per_s(workload: Workload, gigabytes_per_s: float) -> float:
-    return gigabytes_per_s * 1e9 / workload.layout.raw_bytes * workload.layout.tokens
-
-
 def _add_rows(report: Report, field: Field, rate: float, raw_bytes: int, costs: Costs, workload: Workload) -> None:
     limit_s = float(np.median(walls(costs[LIMIT])))
     for each in field.contenders:
         wall_s = float(np.median(walls(costs[each.name])))
+        tokens = raw_bytes / workload.layout.raw_bytes * workload.layout.tokens
         report.row(
             link_Gbit_per_s=rate,
             system=each.name,
             GB_per_s=raw_bytes / wall_s / 1e9,
             over_link=limit_s / wall_s,
             cpu_s_per_GB=float(np.median(cpus(costs[each.name]))) / raw_bytes * 1e9,
-            prefill_to_match_tokens_per_s=_tokens_per_s(workload, raw_bytes / wall_s / 1e9),
+            prefill_to_match_tokens_per_s=tokens / wall_s,
             note=each.note,
         )
 

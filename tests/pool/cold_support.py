@@ -11,7 +11,7 @@ from typing import Any
 from faulty_s3 import BUCKET, FaultyS3
 from machine import wait_for
 from pool_support import file_pool
-from store_driver import Driver
+from store_driver import Driver, taken
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
@@ -56,12 +56,7 @@ class Node(Driver):
 
     def read_chain(self, chain: "Chain", tenant: int = 0) -> list[bytes | None]:
         """Return all values of a chain, read concurrently."""
-        readings = [self.open(storage_key(name), tenant=tenant) for name, *_ in chain.records]
-        found = [None if reading is None else reading.wait() for reading in readings]
-        for reading in readings:
-            if reading is not None:
-                reading.release()
-        return found
+        return taken([self.open(storage_key(name), tenant=tenant) for name, *_ in chain.records])
 
 
 class Chain:

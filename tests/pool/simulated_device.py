@@ -131,8 +131,8 @@ class SimulatedDevice:
         self.submitted(len(operations))
 
     def completed(self) -> list[Operation]:
-        if self.automatic:
-            self.complete_all()
+        while self.automatic and self._waiting:
+            self.complete()
         ended, self._ended = self._ended, []
         return ended
 
@@ -186,11 +186,6 @@ class SimulatedDevice:
         self.trace.append((operation.kind, operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES))
         self._ended.append(operation)
         return operation
-
-    def complete_all(self) -> None:
-        """End all operations in a random order."""
-        while self._waiting:
-            self.complete()
 
     def crash(self, *, torn: bool = True, seed: int | None = None) -> "SimulatedDevice":
         """Return the device after a power cut; this one cannot be used any longer.

@@ -1,7 +1,7 @@
 """Drives a pool in tests like the server: with a lock, and a caller of poll()."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 from machine import wait_for
@@ -60,6 +60,16 @@ class Reading:
                 self._driver.store.release(self._item)
             if self._lease is not None:
                 self._lease.release()
+
+
+def taken(readings: Iterable[Reading | None]) -> list[bytes | None]:
+    """Return the values of reads once all have ended, and release them; None for those that failed or began not."""
+    held = list(readings)
+    found = [None if reading is None else reading.wait() for reading in held]
+    for reading in held:
+        if reading is not None:
+            reading.release()
+    return found
 
 
 class Change:
@@ -155,12 +165,7 @@ class Driver:
 
     def value(self, key: bytes, start: int = 0, end: int | None = None, tenant: int = 0) -> bytes | None:
         """Return a value or a range of it; None if it is absent."""
-        reading = self.open(key, start, end, tenant)
-        if reading is None:
-            return None
-        found = reading.wait()
-        reading.release()
-        return found
+        return taken([self.open(key, start, end, tenant)])[0]
 
     def remove(self, key: bytes, tenant: int = 0) -> bool:
         return self._settled(self.store.remove, (tenant, key))

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import psutil
 import pytest
 from cold_support import CREDENTIALS, MIB, s3_config
 from faulty_s3 import Answer, FaultyS3, faulty_s3
+from machine import http_server
 
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.cold.bucket import PAGE_BYTES_MAX, Bucket, BucketError
@@ -158,17 +159,11 @@ def endless(headers: dict[str, str], piece: bytes) -> Iterator[str]:
                     return
 
     ended = threading.Event()
-    served = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    served.daemon_threads = True
-    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
     try:
-        yield f"http://127.0.0.1:{served.server_address[1]}"
+        with http_server(Handler) as address:
+            yield f"http://{address}"
     finally:
         ended.set()
-        served.shutdown()
-        thread.join()
-        served.server_close()
 
 
 CHUNK = b"%x\r\n%b\r\n" % (1 << 20, b"x" * (1 << 20))
@@ -183,10 +178,9 @@ BODIES = {
 
 @pytest.mark.parametrize("how", BODIES)
 @pytest.mark.parametrize("operation", ["read", "list"])
-def test_an_endless_body_uses_bounded_memory(monkeypatch: pytest.MonkeyPatch, how: str, operation: str) -> None:
+@pytest.mark.usefixtures("server")  # for its credentials
+def test_an_endless_body_uses_bounded_memory(how: str, operation: str) -> None:
     """Symptom: 2.5 GiB of memory for a range of some KiB, and 2 GiB for a page of a list."""
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
     process = psutil.Process()
     with endless(*BODIES[how]) as endpoint, opened(endpoint) as bucket:
         before, stop, peak = process.memory_info().rss, threading.Event(), [0]
@@ -209,11 +203,8 @@ def test_an_endless_body_uses_bounded_memory(monkeypatch: pytest.MonkeyPatch, ho
     assert peak[0] - before <= RSS_GROWTH_MAX, f"{(peak[0] - before) / MIB:.0f} MiB"
 
 
-def test_a_slow_server_is_cut_off_at_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("server")  # for its credentials
+def test_a_slow_server_is_cut_off_at_the_deadline() -> None:
     with endless({"Content-Length": str(1 << 16)}, b"x") as endpoint, opened(endpoint, timeout_s=0.5) as bucket:
         with pytest.raises(BucketError) as raised:
             bucket.read(NAME, 0, 1 << 16)
@@ -294,24 +285,21 @@ def test_roles_give_credentials(monkeypatch: pytest.MonkeyPatch, server: FaultyS
     (tmp_path / "token").write_text("web token" if place == "web identity" else "pod token")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
-    served = ThreadingHTTPServer(("127.0.0.1", 0), _Roles)
-    thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    url = f"http://127.0.0.1:{served.server_address[1]}"
-    if place == "web identity":
-        monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
-        monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::1:role/node")
-        monkeypatch.setenv("AWS_ENDPOINT_URL_STS", url)
-    elif place == "container":
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{url}/container")
-        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
-    else:
-        monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
-    try:
-        endpoint = "https://s3.eu-central-1.amazonaws.com" if place == "instance" else server.endpoint
+    endpoint = "https://s3.eu-central-1.amazonaws.com" if place == "instance" else server.endpoint
+    with http_server(_Roles) as address:
+        variables = {
+            "web identity": {
+                "AWS_WEB_IDENTITY_TOKEN_FILE": str(tmp_path / "token"),
+                "AWS_ROLE_ARN": "arn:aws:iam::1:role/node",
+                "AWS_ENDPOINT_URL_STS": f"http://{address}",
+            },
+            "container": {
+                "AWS_CONTAINER_CREDENTIALS_FULL_URI": f"http://{address}/container",
+                "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE": str(tmp_path / "token"),
+            },
+            "instance": {"AWS_METADATA_ENDPOINT": f"http://{address}"},
+        }
+        for name, value in variables[place].items():
+            monkeypatch.setenv(name, value)
         found = Bucket(s3_config(endpoint))._credentials.get()
-    finally:
-        served.shutdown()
-        thread.join()
-        served.server_close()
     assert found[:3] == ("of sts" if place == "web identity" else "of json", "s", "t")

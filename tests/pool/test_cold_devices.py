@@ -7,6 +7,7 @@ import pytest
 from cold_support import Chain, Node, device_node, nodes
 from faulty_s3 import FaultyS3
 from machine import wait_for
+from pool_support import drop_copies
 
 from shadowserve.keys import storage_key
 
@@ -37,9 +38,7 @@ def values(node: Node, chain: Chain) -> list[bytes | None]:
 def cool(node: Node) -> None:
     """Move all of the pool's values to the device alone."""
     node.pump(lambda: not node.store.busy)
-    with node.lock:
-        while node.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
-            """The memory has no copies."""
+    drop_copies(node)
 
 
 def test_only_evicted_records_are_written_to_the_bucket_and_read_back(node: Node, bucket: FaultyS3) -> None:

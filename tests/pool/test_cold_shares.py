@@ -6,6 +6,7 @@ import pytest
 from cold_support import MIB, Chain, Node, Opens
 from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
+from store_driver import taken
 
 from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.bucket import Listed
@@ -218,11 +219,8 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     assert first.wait(60)
     mine = [node.open(key, tenant=modest) for key in MINE.keys]
     gate.set()
-    assert [None if reading is None else reading.wait() for reading in mine] == MINE.values
-    for reading in [*flooding, *mine]:
-        if reading is not None:
-            reading.wait()
-            reading.release()
+    assert taken(mine) == MINE.values
+    taken(flooding)
     assert "tmodest" in order[:3], "only running reads and one turn may come before"
 
 
@@ -238,9 +236,7 @@ def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucke
     gate = threading.Event()
     bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
     readings = [node.open(key) for chain in chains for key in chain.keys]
-    for reading in readings:
-        assert reading is not None and reading.wait() is None
-        reading.release()
+    assert None not in readings and taken(readings) == [None] * len(readings)
     gate.set()
     wait_for(lambda: node.cold().crowded_out_reads > 0)
     assert not node.cold().away and node.cold().failed_reads.get("timeout", 0) <= 2

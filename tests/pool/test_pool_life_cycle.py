@@ -18,7 +18,7 @@ from pool_support import (
     start_pool,
 )
 from simulated_device import SimulatedDevice
-from store_driver import Clock, Driver
+from store_driver import Clock, Driver, taken
 
 from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -106,11 +106,7 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
     pool, _ = start_pool()
     pool.put(b"a", b"x" * 50_000)
     drop_copies(pool)
-    readings = [pool.open(b"a") for _ in range(5)]
-    assert [reading.wait() for reading in readings if reading is not None] == [b"x" * 50_000] * 5
-    for reading in readings:
-        assert reading is not None
-        reading.release()
+    assert taken([pool.open(b"a") for _ in range(5)]) == [b"x" * 50_000] * 5
     found = pool.statistics()
     assert reads_of(pool) == 1 and found.shared_reads == 4 and in_memory(pool, b"a")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_support import file_pool
-from store_driver import Driver
+from pool_support import drop_copies, file_pool
+from store_driver import Driver, taken
 
 from shadowserve.block import Operation, OperationKind
 
@@ -23,9 +23,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     pool = Driver(file_pool([tmp_path / "device"], 64 << 20, strict_order=True))
     for number in range(COUNT):
         pool.put(b"%d" % number, value(number))
-    with pool.lock:
-        while pool.store._core.memory_cache.make_room():  # type: ignore[attr-defined]
-            """The memory has no copies."""
+    drop_copies(pool)
     device = pool.store._core.disks[0].volume.device  # type: ignore[attr-defined]
     done: list[Operation] = []
     completed = device.completed
@@ -48,11 +46,8 @@ def test_reads_and_writes_of_a_device_never_overlap_and_both_progress(pool: tupl
         changes.append(driver.put_soon(b"new %d" % number, value(number)))
         readings.append(driver.open(b"%d" % number))
         driver.store.poll()
-    assert [reading.wait() for reading in readings if reading is not None] == [value(each) for each in range(COUNT)]
+    assert taken(readings) == [value(each) for each in range(COUNT)]
     assert [change.wait() for change in changes] == [None] * COUNT
-    for reading in readings:
-        assert reading is not None
-        reading.release()
     driver.store.poll()
     ends = {True: 0, False: 0}
     counted = {True: 0, False: 0}

@@ -21,7 +21,17 @@ from shadowserve.native import (
     seal_object,
 )
 from shadowserve.pool.volume.device import BlockDevice, Pages
-from shadowserve.pool.volume.format import BLOCK_BYTES, RecordFlag, RecordKind, blocks_of, object_fields, pack_record
+from shadowserve.pool.volume.format import (
+    BLOCK_BYTES,
+    SUPERBLOCK_OFFSETS,
+    Layout,
+    RecordFlag,
+    RecordKind,
+    Superblock,
+    blocks_of,
+    object_fields,
+    pack_record,
+)
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.volume import Volume
 
@@ -43,6 +53,24 @@ def device_of(capacity_bytes: int = SMALL, *, seed: int = 1, objects_max: int = 
         clock_ms=lambda: NOW_MS,
         entropy=chance.randbytes,
     )
+    return device
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def layout_of(device: SimulatedDevice) -> Layout:
+    """Return a volume's layout by whichever copy of its superblock is sound."""
+    copies = (Superblock.unpack(device.peek(offset, BLOCK_BYTES)) for offset in SUPERBLOCK_OFFSETS)
+    return next(found for found in copies if found is not None).layout
+
+
+def numbered_device() -> SimulatedDevice:
+    """Return a device of 4096 blocks, each full of its number in eight bytes."""
+    device = SimulatedDevice(4096 * BLOCK_BYTES)
+    for number in range(4096):
+        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
     return device
 
 

@@ -178,46 +178,10 @@ def test_defaults_are_shown_as_one_would_write_them(section: type[Section], key:
 # ---- Mistakes --------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_key_in_a_file_is_refused_with_place_and_nearest_key(tmp_path: Path) -> None:
-    path = write(tmp_path, {"storage": {"prot": 2}})
-    with pytest.raises(ConfigurationError, match=r"file .*config\.yaml: there is no key 'prot'; did you mean 'port'"):
-        SmallConfig.load(path, environment={})
-
-
 @pytest.mark.parametrize("devices", [5, "/dev/nvme0n1", {"path": "/dev/nvme0n1"}])
 def test_devices_that_are_no_list_are_refused(devices: object) -> None:
     with pytest.raises(ConfigurationError, match="command line: devices: .*list"):
         StorageConfig.load(flags={"devices": devices}, environment={})
-
-
-def test_an_unknown_section_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
-    path = write(tmp_path, {"storgae": {"port": 2}})
-    with pytest.raises(ConfigurationError, match="there is no section 'storgae'; did you mean 'storage'"):
-        SmallConfig.load(path, environment={})
-
-
-def test_an_unknown_key_in_the_environment_is_refused_with_the_nearest_one() -> None:
-    with pytest.raises(ConfigurationError, match="environment: there is no key 'buffer_byte'.*'buffer_bytes'"):
-        SmallConfig.load(environment={"SHADOWSERVE_STORAGE_BUFFER_BYTE": "1"})
-
-
-@pytest.mark.parametrize(
-    ("variable", "nearest"),
-    [
-        ("SHADOWSERVE_STORGAE_PORT", "SHADOWSERVE_STORAGE_PORT"),
-        ("SHADOWSERVE_CONFIGFILE", "SHADOWSERVE_CONFIG_FILE"),
-        ("SHADOWSERVE_PORT", "SHADOWSERVE_STORAGE_PORT"),
-        ("SHADOWSERVE_STORAGE", "SHADOWSERVE_STORAGE_PORT"),
-    ],
-)
-def test_a_variable_of_no_section_is_refused_with_the_nearest_one(variable: str, nearest: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"no variable '{variable}'; did you mean '{nearest}'"):
-        SmallConfig.load(environment={variable: "1"})
-
-
-def test_an_unknown_flag_is_refused_with_the_nearest_key() -> None:
-    with pytest.raises(ConfigurationError, match="command line: there is no key 'cors'; did you mean 'cores'"):
-        SmallConfig.load(flags={"cors": [1]}, environment={})
 
 
 @pytest.mark.parametrize("section", PROGRAMS)
@@ -236,19 +200,39 @@ def test_each_key_misspelled_is_refused(section: type[Section]) -> None:
         ({}, {"SHADOWSERVE_STORAGE_CORES": "[0, x]"}, None, r"environment: cores\[1\]: .*'x'"),
         ({}, {}, {"storage": {"name": [1]}}, r"file .*: name: .*string.*\[1\]"),
         ({}, {}, {"storage": {"cores": 3}}, "file .*: cores: .*list"),
+        ({"port": "x", "cores": "y"}, {}, None, "port.*; .*cores"),  # all are named at once
+        ({}, {"SHADOWSERVE_STORAGE_CORES": "[1"}, None, "SHADOWSERVE_STORAGE_CORES.*not a YAML value"),
+        ({"cors": [1]}, {}, None, "command line: there is no key 'cors'; did you mean 'cores'"),
+        (
+            {},
+            {"SHADOWSERVE_STORAGE_BUFFER_BYTE": "1"},
+            None,
+            "environment: there is no key 'buffer_byte'.*buffer_bytes'",
+        ),
+        ({}, {}, {"storage": {"prot": 2}}, r"file .*config\.yaml: there is no key 'prot'; did you mean 'port'"),
+        ({}, {}, {"storgae": {"port": 2}}, "there is no section 'storgae'; did you mean 'storage'"),
+        *(
+            (
+                {},
+                {f"SHADOWSERVE_{name}": "1"},
+                None,
+                f"no variable 'SHADOWSERVE_{name}'; did you mean 'SHADOWSERVE_{near}'",
+            )
+            for name, near in (
+                ("STORGAE_PORT", "STORAGE_PORT"),
+                ("CONFIGFILE", "CONFIG_FILE"),
+                ("PORT", "STORAGE_PORT"),
+                ("STORAGE", "STORAGE_PORT"),
+            )
+        ),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_with_its_place(
+def test_a_mistake_is_refused_with_its_place_and_the_nearest_name(
     tmp_path: Path, flags: dict[str, Any], environment: dict[str, str], file: object, message: str
 ) -> None:
     path = write(tmp_path, file) if file else None
     with pytest.raises(ConfigurationError, match=message):
         SmallConfig.load(path, flags, environment)
-
-
-def test_all_values_that_do_not_fit_are_named_at_once() -> None:
-    with pytest.raises(ConfigurationError, match="port.*; .*cores"):
-        SmallConfig.load(flags={"port": "x", "cores": "y"}, environment={})
 
 
 @pytest.mark.parametrize(
@@ -286,10 +270,20 @@ def test_a_printed_section_shows_no_secret(section: type[Section], flags: dict[s
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[1, 2]", "text", "storage: [1]", "storage: 5", "storage: {port: 1", "a\t: b", "? [1]\n: 2"]
+    ("content", "message"),
+    [
+        *(
+            (text, "config.yaml")
+            for text in ("", "[1, 2]", "text", "storage: [1]", "storage: 5", "a\t: b", "? [1]\n: 2")
+        ),
+        ("storage: {port: 1", "config.yaml"),
+        ("storage: {name: !!python/object/apply:os.getcwd []}\n", "cannot read configuration file"),
+        ("storage: {port: 1, port: 2}", "is a duplicate key"),
+        ("storage:\n  port: 1\nstorage:\n  name: x\n", "is a duplicate key"),
+    ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"config\.yaml"):
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
         SmallConfig.load(write(tmp_path, content), environment={})
 
 
@@ -302,23 +296,6 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     binary.write_bytes(b"\xff\xfe\x00storage")
     with pytest.raises(ConfigurationError, match="cannot read configuration file"):
         SmallConfig.load(binary, environment={})
-
-
-def test_a_file_cannot_make_python_objects(tmp_path: Path) -> None:
-    path = write(tmp_path, "storage: {name: !!python/object/apply:os.getcwd []}\n")
-    with pytest.raises(ConfigurationError, match="cannot read configuration file"):
-        SmallConfig.load(path, environment={})
-
-
-@pytest.mark.parametrize("content", ["storage: {port: 1, port: 2}", "storage:\n  port: 1\nstorage:\n  name: x\n"])
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path, content: str) -> None:
-    with pytest.raises(ConfigurationError, match="is a duplicate key"):
-        SmallConfig.load(write(tmp_path, content), environment={})
-
-
-def test_a_variable_that_is_no_yaml_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match="SHADOWSERVE_STORAGE_CORES.*not a YAML value"):
-        SmallConfig.load(environment={"SHADOWSERVE_STORAGE_CORES": "[1"})
 
 
 # ---- Messages --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from machine import WAIT_MAX_S, wait_for
@@ -20,10 +19,13 @@ from shadowserve.health import Check, Endpoint, Watchdog, answers, check
 Get = Callable[..., tuple[int, str, str]]
 
 
-def request(port: int, path: str, accept: str = "", method: str = "GET") -> tuple[int, str, str]:
-    """Return status, content type and body."""
+def request(port: int, path: str, method: str = "GET", **headers: str) -> tuple[int, str, str]:
+    """Return status, content type and body; without a header that is not given, not even ``Host``."""
     with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_MAX_S)) as connection:
-        connection.request(method, path, headers={"Accept": accept} if accept else {})
+        connection.putrequest(method, path, skip_host=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
         response = connection.getresponse()
         return response.status, response.getheader("Content-Type", ""), response.read().decode()
 
@@ -55,13 +57,23 @@ def test_health_and_readiness_are_lines_and_a_status(endpoint: Endpoint, checks:
 def test_metrics_come_in_the_format_that_was_asked_for(endpoint: Endpoint) -> None:
     status, kind, body = request(endpoint.port, "/metrics")
     assert status == 200 and kind.startswith("text/plain") and "things 3.0" in body and "# EOF" not in body
-    status, kind, body = request(endpoint.port, "/metrics", "application/openmetrics-text; version=1.0.0")
+    status, kind, body = request(endpoint.port, "/metrics", Accept="application/openmetrics-text; version=1.0.0")
     assert status == 200 and kind.startswith("application/openmetrics-text") and body.endswith("# EOF\n")
 
 
 def test_other_paths_and_methods_are_refused(endpoint: Endpoint) -> None:
     assert request(endpoint.port, "/../health.py")[0] == 404
-    assert request(endpoint.port, "/metrics", method="POST")[0] == 501
+    for method in ("POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"):
+        assert request(endpoint.port, "/metrics", method, Host="localhost")[0] == 501, method
+
+
+def test_only_names_of_this_machine_are_served(endpoint: Endpoint) -> None:
+    """A web page reads nothing by DNS rebinding."""
+    for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["):
+        assert request(endpoint.port, "/metrics", Host=host)[0] == 421, host
+    for host in ("localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"):
+        assert request(endpoint.port, "/metrics", Host=host)[0] == 200, host
+    assert request(endpoint.port, "/metrics")[0] == 200, "a request without the header, as in HTTP/1.0"
 
 
 def test_a_collector_that_fails_is_an_error_and_not_the_end(endpoint: Endpoint) -> None:
@@ -165,16 +177,6 @@ def test_a_loop_that_does_not_answer_is_found_out() -> None:
         raise RuntimeError("Event loop is closed")
 
     assert answers("loop", closed).text == "cannot be called: Event loop is closed"
-
-
-@pytest.fixture
-def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A socket instead of systemd's."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(WAIT_MAX_S)
-        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        yield listener
 
 
 def test_systemd_is_notified_at_its_socket(manager: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

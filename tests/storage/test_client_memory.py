@@ -3,7 +3,6 @@
 import random
 import select
 import socket
-from collections.abc import Iterator
 
 import pytest
 from machine import wait_for
@@ -112,18 +111,9 @@ def send_until_it_stops(clients: list[Client], data: bytes) -> None:
                 left[each] = memoryview(b"")
 
 
-def commands_of(child: Child, name: str, count: int, login: tuple[str, ...] = ()) -> None:
+def await_commands(client: Client, name: str, count: int) -> None:
     """Wait until a number of clients have started a command."""
-    with child.client() as client:
-        if login:
-            client.call("AUTH", *login)
-
-        def begun() -> bool:
-            listed = client.call("CLIENT", "LIST")
-            assert isinstance(listed, bytes)
-            return listed.count(b"cmd=" + name.encode()) >= count
-
-        wait_for(begun)
+    wait_for(lambda: str(client.call("CLIENT", "LIST")).count(f"cmd={name}") >= count)
 
 
 def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Start) -> None:
@@ -137,8 +127,8 @@ def test_an_unread_mget_of_one_key_many_times_costs_little_memory(start: Start) 
     mget, meta = child.client(receive_buffer=4096), child.client(receive_buffer=4096)
     mget.send("MGET", *["a"] * 4_000)
     meta.send("KV.META", *[key] * 65_000)
-    commands_of(child, "mget", 1)
-    commands_of(child, "kv.meta", 1)
+    await_commands(child.client(), "mget", 1)
+    await_commands(child.client(), "kv.meta", 1)
     assert weighed.grown < 24 * MIB
     assert mget.receive() == [VALUE] * 4_000 and mget.call("PING") == b"PONG"
 
@@ -150,7 +140,7 @@ def test_a_value_beyond_the_lent_budget_is_sent_to_one_client_at_a_time(start: S
     with child.client() as writer, child.client(receive_buffer=4096) as slow:
         assert writer.call("SET", "a", value) == b"OK"
         slow.send("GET", "a")
-        commands_of(child, "get", 1)
+        await_commands(writer, "get", 1)
         waiting = [child.client() for _ in range(3)]
         for client in waiting:
             client.socket.sendall(encode_command("PING") + encode_command("GET", "a"))
@@ -172,17 +162,15 @@ def test_a_tenant_with_eight_connections_stays_within_its_memory(tenants: Child)
     weighed = Weighed(tenants)
     clients = []
     for number in range(8):
-        client = tenants.client(receive_buffer=4096)
-        assert client.call("AUTH", "ann", "a") == b"OK"
+        client = login(tenants, "ann", receive_buffer=4096)
         assert client.call("SET", f"a{number}", VALUE) == b"OK"
         client.send("MGET", *[f"a{number}"] * 6_000)
         clients.append(client)
-    commands_of(tenants, "mget", 8, ("root", "r"))
+    await_commands(login(tenants, "root"), "mget", 8)
     send_until_it_stops(clients, encode_command("GET", "a0") * 20_000)
     assert weighed.grown < 48 * MIB
-    with tenants.client() as other:
-        assert other.call("AUTH", "bob", "b") == b"OK" and other.call("SET", "b", VALUE * 100) == b"OK"
-        assert other.call("GET", "b") == VALUE * 100
+    other = login(tenants, "bob")
+    assert other.call("SET", "b", VALUE * 100) == b"OK" and other.call("GET", "b") == VALUE * 100
 
 
 def test_arguments_that_will_be_refused_are_not_held(start: Start) -> None:
@@ -215,29 +203,22 @@ def test_a_refused_argument_is_dropped_and_the_connection_continues(start: Start
 
 
 def test_values_beyond_a_quota_are_dropped_as_they_arrive(tenants: Child) -> None:
-    with login(tenants, "ann") as client:
-        refusal = b"OOM command not allowed when used memory > 'maxmemory'."
-        assert client.call("SET", "a", bytes(17 * MIB)) == refusal and client.call("EXISTS", "a") == 0
-        assert client.call("SET", "a", bytes(10 * MIB)) == b"OK"
+    client, refusal = login(tenants, "ann"), b"OOM command not allowed when used memory > 'maxmemory'."
+    assert client.call("SET", "a", bytes(17 * MIB)) == refusal and client.call("EXISTS", "a") == 0
+    assert client.call("SET", "a", bytes(10 * MIB)) == b"OK"
 
 
 def test_unfinished_values_of_a_tenant_are_bounded_and_delay_no_other(tenants: Child) -> None:
     """A client of the same tenant waits only until the slow ones are closed."""
     weighed = Weighed(tenants)
     begin = b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$%d\r\n" % (15 * MIB)
-    clients = [tenants.client() for _ in range(8)]
-    for client in clients:
-        assert client.call("AUTH", "ann", "a") == b"OK"
-    send_until_it_stops(clients, begin + bytes(14 * MIB))
-    with tenants.client() as root, tenants.client() as other, tenants.client() as same:
-        root.call("AUTH", "root", "r")
-        assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "with several tenants, half of the bound"
-        assert weighed.grown < 56 * MIB
-        other.call("AUTH", "bob", "b")
-        assert other.call("SET", "b", bytes(20 * MIB)) == b"OK"
-        same.call("AUTH", "ann", "a")
-        assert same.call("SET", "a", bytes(15 * MIB)) == b"OK"
-        assert int(root.info()["evicted_clients"]) >= 1
+    send_until_it_stops([login(tenants, "ann") for _ in range(8)], begin + bytes(14 * MIB))
+    root = login(tenants, "root")
+    assert int(root.info()["clients_memory_bytes"]) <= 32 * MIB, "with several tenants, half of the bound"
+    assert weighed.grown < 56 * MIB
+    assert login(tenants, "bob").call("SET", "b", bytes(20 * MIB)) == b"OK"
+    assert login(tenants, "ann").call("SET", "a", bytes(15 * MIB)) == b"OK"
+    assert int(root.info()["evicted_clients"]) >= 1
 
 
 def test_many_small_arguments_are_bounded(start: Start) -> None:
@@ -277,28 +258,18 @@ def test_unauthenticated_clients_use_little_memory(start: Start) -> None:
         assert weighed.grown < 40 * MIB
 
 
-def readers(child: Child, count: int) -> Iterator[Client]:
-    for _ in range(count):
-        reader = child.client(receive_buffer=4096)
-        assert reader.call("AUTH", "bob", "b") == b"OK"
-        yield reader
-
-
 def test_slow_readers_are_closed_when_others_need_their_memory(tenants: Child) -> None:
-    with login(tenants, "bob") as bob:
-        for number in range(6):
-            assert bob.call("SET", f"b{number}", bytes(6 * MIB)) == b"OK"
-        slow = list(readers(tenants, 6))
-        for number, reader in enumerate(slow):
-            reader.send("GET", f"b{number}")
-        with tenants.client() as root:
-            root.call("AUTH", "root", "r")
-            wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
-            # Half of the lent budget, which is a quarter of the memory budget, plus one value of unknown size.
-            assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB
-            assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
-            assert bob.call("GET", "b5") == bytes(6 * MIB)
-            assert int(root.info()["evicted_clients"]) >= 1
+    bob, root = login(tenants, "bob"), login(tenants, "root")
+    for number in range(6):
+        assert bob.call("SET", f"b{number}", bytes(6 * MIB)) == b"OK"
+    for number in range(6):
+        login(tenants, "bob", receive_buffer=4096).send("GET", f"b{number}")
+    wait_for(lambda: int(root.info()["lent_bytes"]) > 16 * MIB)
+    # Half of the lent budget, which is a quarter of the memory budget, plus one value of unknown size.
+    assert int(root.info()["lent_bytes"]) <= (16 + 6) * MIB
+    assert bob.call("PING") == b"PONG" and bob.call("EXISTS", "b5") == 1
+    assert bob.call("GET", "b5") == bytes(6 * MIB)
+    assert int(root.info()["evicted_clients"]) >= 1
 
 
 def test_values_of_500_mib_and_long_pipelines_still_pass(start: Start) -> None:

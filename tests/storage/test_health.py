@@ -1,18 +1,14 @@
 """Health checks, draining and systemd notifications."""
 
-import contextlib
-import http.client
 import json
 import re
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-from machine import NEVER_S, WAIT_MAX_S, wait_for
-from storage_support import TIMEOUT_S, Child, Start, make_node
+from machine import NEVER_S, wait_for
+from storage_support import Start, make_node
 
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
 from storage_kv.operations import Condition
@@ -104,15 +100,6 @@ def test_the_drain_delay_ends(start: Start) -> None:
     assert start("--drain-delay-s", "0.05").stop() == 0
 
 
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """A socket instead of systemd's."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
-        listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(WAIT_MAX_S)
-        yield listener
-
-
 def notified(manager: socket.socket, what: str) -> str:
     """Return the first message that contains ``what``."""
     while True:
@@ -122,8 +109,7 @@ def notified(manager: socket.socket, what: str) -> str:
 
 
 def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(start: Start, manager: socket.socket) -> None:
-    environment = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"}
-    child = start(environment=environment)
+    child = start(environment={"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "100000"})
     assert notified(manager, "READY=1") == f"READY=1\nSTATUS=serving on 127.0.0.1:{child.port}"
     notified(manager, "WATCHDOG=1")
     child.process.send_signal(signal.SIGHUP)
@@ -132,24 +118,3 @@ def test_systemd_is_notified_of_readiness_watchdog_reloads_and_the_end(start: St
     child.process.send_signal(signal.SIGTERM)
     notified(manager, "STOPPING=1")
     assert child.wait() == 0
-
-
-def ask(child: Child, method: str = "GET", path: str = "/healthz", **headers: str) -> int:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", child.metrics_port, timeout=TIMEOUT_S)) as asked:
-        asked.putrequest(method, path, skip_host=True)
-        for name, value in headers.items():
-            asked.putheader(name, value)
-        asked.endheaders()
-        return asked.getresponse().status
-
-
-def test_the_http_endpoint_serves_only_this_machine_and_changes_nothing(start: Start) -> None:
-    """A web page reads nothing by DNS rebinding."""
-    child = start("--metrics-port", "0")
-    for host in ("evil.example", "evil.example:9100", "127.0.0.1.evil.example", "localhost.evil", "["):
-        assert ask(child, path="/metrics", Host=host) == 421, host
-    for host in ("localhost", "LOCALHOST:9100", "127.0.0.1:9100", "127.0.0.1", "[::1]:9100", "[::1]"):
-        assert ask(child, path="/metrics", Host=host) == 200, host
-    assert ask(child) == 200, "a request without the header, as in HTTP/1.0"
-    for method in ("POST", "PUT", "DELETE", "OPTIONS", "FLUSHALL"):
-        assert ask(child, method, Host="localhost") == 501, method

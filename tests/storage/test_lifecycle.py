@@ -3,13 +3,10 @@
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 
 import pytest
 from machine import NEVER_S, cores_of_threads, ignores, wait_for
-from storage_support import REPOSITORY, TIMEOUT_S, Client, Start, make_record
+from storage_support import Client, Start, make_record
 
 MIB = 1 << 20
 
@@ -78,24 +75,6 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
         child.process.send_signal(signal.SIGTERM)
         assert other.receive_to_end() == b""  # the server has received the first signal
         assert child.stop() == 0
-
-
-def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shadowserve_tools", "storage", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, cwd=REPOSITORY)
-
-
-def test_a_port_in_use_is_a_clear_error() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run("--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2 and done.stdout == ""
-    assert "cannot listen on 127.0.0.1 port" in done.stderr and "choose another" in done.stderr
-
-
-def test_an_invalid_configuration_is_an_error_before_anything_starts() -> None:
-    done = run("--bulk-bytes-max", "2 GiB")
-    message = "request_bytes_max is less than bulk_bytes_max"
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_no_thread_leaves_the_cores_it_was_given(start: Start) -> None:

@@ -11,14 +11,6 @@ SMALL, LARGE = 4096, 3 << 20  # checked at once, and in another thread
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_a_record_is_stored_and_read_back(client: Client, size: int) -> None:
-    key, value = make_record(b"a" * 32, body_bytes=size)
-    assert client.call("SET", key, value) == b"OK"
-    assert client.call("GET", key) == value
-    assert client.call("GETRANGE", key, 100, 999) == value[100:1000]
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
 def test_a_second_record_of_the_same_key_is_answered_ok_and_dropped(client: Client, size: int) -> None:
     key, first = make_record(b"a" * 32, body_bytes=size, fill=1)
     _, second = make_record(b"a" * 32, body_bytes=size, fill=2)

@@ -126,10 +126,7 @@ def test_a_password_is_given_by_the_environment_or_a_flag(start: Start) -> None:
 
 
 def test_it_speaks_tls(start: Start, certificates: Path) -> None:
-    child = start(
-        *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
-        *("--tls-client-ca", str(certificates / "ca.crt")),
-    )
+    child = start(*tls_flags(certificates, mutual=True))
     where = ("--port", str(child.port), "--json", "--tls-ca", str(certificates / "ca.crt"))
     own = ("--tls-cert", str(certificates / "client.crt"), "--tls-key", str(certificates / "client.key"))
     assert stats(*where, *own).exit_code == 0
@@ -141,10 +138,7 @@ def test_it_speaks_tls(start: Start, certificates: Path) -> None:
 
 def test_a_server_that_disconnects_before_the_first_command_is_an_error(start: Start, certificates: Path) -> None:
     """The server's TLS alert arrives in the turn that completes the connection."""
-    child = start(
-        *("--tls-cert", str(certificates / "server.crt"), "--tls-key", str(certificates / "server.key")),
-        *("--tls-client-ca", str(certificates / "ca.crt")),
-    )
+    child = start(*tls_flags(certificates, mutual=True))
     context = Login(host="127.0.0.1", port=child.port, tls_ca=str(certificates / "ca.crt")).context()
 
     async def ask_as_it_closes() -> None:

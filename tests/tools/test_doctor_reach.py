@@ -5,14 +5,13 @@ import dataclasses
 import http.server
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from machine import PATIENT, free_port
+from machine import PATIENT, free_port, http_server
 
 from host_control.config import HostConfig
 from shadowserve import __version__
@@ -117,11 +116,8 @@ def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
         def log_message(self, *_: Any) -> None:
             """No output: the test also reads standard error."""
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        address = f"127.0.0.1:{web.server_port}"
+    with http_server(Quiet) as address:
         found = on_host(address, address)
-        web.shutdown()
     assert found["storage server"][0] == found["data plane"][0] == "failed"
     assert "an HTTP server" in found["storage server"][1] and "an HTTP server" in found["data plane"][1]
     with socket.create_server(("127.0.0.1", 0)) as silent:

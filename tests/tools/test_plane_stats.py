@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from machine import PATIENT, free_port
+from machine import PATIENT
 
 from host_control.config import HostConfig
 from shadowserve import __version__
@@ -59,8 +59,3 @@ def test_statistics_are_read_over_a_unix_socket_and_over_tls(tmp_path: Path, cer
         asked += [word for flag, name in own.items() for word in (flag, str(certificates / name)) if kind == "tls"]
         view = json.loads(stats(*asked, "--json").output)
     assert view["kind"] == "data plane" and not view["storage_connected"]
-
-
-def test_an_unreachable_address_exits_with_1_and_one_line() -> None:
-    done = stats("--port", str(free_port()))
-    assert done.exit_code == 1 and "is it running there" in done.output

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -248,16 +249,10 @@ def test_an_invalid_option_of_a_simulation_is_refused(arguments: str, word: str)
 # ---- Requests that share a link ------------------------------------------------------------------------------------
 
 
-def shared(file: Path, *arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(main, ["simulate", "objectcache", *arguments, "--json", str(file)])
-    assert done.exit_code == 0, done.output
-    return json.loads(file.read_text())
-
-
-def test_a_mix_of_requests_is_reported_in_order_for_every_policy(tmp_path: Path) -> None:
+def test_a_mix_of_requests_is_reported_in_order_for_every_policy(simulate: Callable[..., Any]) -> None:
     mix = [("64K", 0.875), ("4K", 0.5), ("64K", 0.875), ("32K", 0.5)]
     asked = ",".join(f"{context}:{share}" for context, share in mix)
-    found = shared(tmp_path / "o.json", "--requests", asked, "--cap-gbps", "50", "--margin-gbps", "5")
+    found = simulate("objectcache", "--requests", asked, "--cap-gbps", "50", "--margin-gbps", "5")
     assert set(found["policies"]) == {"equal", "kv_prop", "bw_prop", "stall_opt", "calibrated_stall_opt"}
     for its in found["policies"].values():
         rows = its["requests"]
@@ -267,13 +262,13 @@ def test_a_mix_of_requests_is_reported_in_order_for_every_policy(tmp_path: Path)
         assert its["total_ttft_ms"] == pytest.approx(sum(row["ttft_ms"] for row in rows))
 
 
-def test_compressed_records_are_faster_by_their_share_of_the_bytes(tmp_path: Path) -> None:
-    found = shared(tmp_path / "o.json", "--stored-share", "0.5")
+def test_compressed_records_are_faster_by_their_share_of_the_bytes(simulate: Callable[..., Any]) -> None:
+    found = simulate("objectcache", "--stored-share", "0.5")
     assert found["stored"]["share"] == 0.5
     for policy, its in found["policies"].items():
         assert found["stored"]["policies"][policy]["total_ttft_ms"] < its["total_ttft_ms"]
     # Half of the bytes over half of the link takes the same time as all bytes over the whole link.
-    half = shared(tmp_path / "o.json", "--stored-share", "0.5", "--cap-gbps", "40", "--margin-gbps", "2.5")
+    half = simulate("objectcache", "--stored-share", "0.5", "--cap-gbps", "40", "--margin-gbps", "2.5")
     halves = half["stored"]["policies"]["calibrated_stall_opt"]["total_ttft_ms"]
     assert halves == pytest.approx(found["policies"]["calibrated_stall_opt"]["total_ttft_ms"])
 

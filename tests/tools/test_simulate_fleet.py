@@ -3,14 +3,13 @@
 import json
 import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from shadowserve_tools import main
 from shadowserve_tools.simulate.fleet import SCENARIOS, Outcome, Setting, outcome
 from shadowserve_tools.simulate.fleet_load import EVERYWHERE, Given, Prompt, Segment
 from shadowserve_tools.simulate.fleet_run import Fleet
@@ -129,17 +128,11 @@ def test_a_slow_node_sheds_load_to_the_second_choices() -> None:
     assert 0.02 < sent_by_the_slow_one(10.0) < 0.25
 
 
-def run(file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
-    done = CliRunner().invoke(main, ["simulate", "fleet", *arguments, "--json", str(file)])
-    assert done.exit_code in (0, 1), done.output
-    return done.exit_code, json.loads(file.read_text())
-
-
-def test_the_command_writes_a_row_for_each_scenario_reproducibly(tmp_path: Path) -> None:
+def test_the_command_writes_a_row_for_each_scenario_reproducibly(tmp_path: Path, simulate: Callable[..., Any]) -> None:
     options = ["--nodes", "1,3", "--engines", "5", "--seconds", "12", "--scenario", "steady", "--scenario", "lost"]
     options += ["--plot", str(tmp_path / "plot.svg")]
-    (code, data), (_, again) = (run(tmp_path / name, *options) for name in ("one.json", "two.json"))
-    assert code == 0 and data == again
+    data = simulate("fleet", *options)
+    assert data == simulate("fleet", *options)
     assert [(row["nodes"], row["what"]) for row in data["rows"]] == [
         (n, each) for n in (1, 3) for each in ("steady", "lost")
     ]
@@ -150,12 +143,13 @@ def test_the_command_writes_a_row_for_each_scenario_reproducibly(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("slower", "code"), [(1.0, 0), (0.8, 1)])
-def test_a_measurement_that_the_model_does_not_predict_is_an_error(tmp_path: Path, slower: float, code: int) -> None:
+def test_a_measurement_that_the_model_does_not_predict_is_an_error(
+    tmp_path: Path, simulate: Callable[..., Any], slower: float, code: int
+) -> None:
     size, hosts = 10**6, 4
     load = {"prompts": [[[1, size]]], "gbit_per_s": 8 / 0.957, "idle_s": 0.0, "think_s": 0.0}
     fleet = {"nodes": ["one"], "asked": [[0] * 5] * hosts, "wall_s": 5 * hosts * size / RATE / slower}
     file = tmp_path / "bench.json"
     file.write_text(json.dumps({"load": load, "fleets": [fleet]}))
-    found, data = run(tmp_path / "check.json", "--check", str(file))
-    assert found == code
+    data = simulate("fleet", "--check", str(file), code=code)
     assert data["ratios"]["error_1"] == pytest.approx(1 / slower - 1 if slower == 1 else 0.25, abs=1e-6)

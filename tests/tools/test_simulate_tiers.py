@@ -1,14 +1,11 @@
 """``shadowserve simulate tiers`` and ``simulate ssd``: the papers' findings, limits, and consistency of the model."""
 
 import dataclasses
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
-from shadowserve_tools import main
 from shadowserve_tools.simulate.ssd import FITTED, PAPER_CROSSOVERS, SYSTEMS, Machine, cost, crossover
 from shadowserve_tools.simulate.tier_assumptions import MODELS, TABLE_4, Assumed
 from shadowserve_tools.simulate.tier_model import POLICIES, trace
@@ -100,15 +97,8 @@ def test_a_trace_depends_on_its_seed_only() -> None:
     assert one == same and one != other
 
 
-def run(file: Path, *arguments: str) -> dict[str, Any]:
-    done = CliRunner().invoke(main, ["simulate", *arguments, "--json", str(file)], prog_name="shadowserve")
-    assert done.exit_code == 0, done.output
-    data: dict[str, Any] = json.loads(file.read_text())
-    return data
-
-
-def test_the_command_writes_the_six_policies_and_the_assumptions(tmp_path: Path) -> None:
-    data = run(tmp_path / "t.json", "tiers", "--workload", "code", "--seeds", "1", "--model", "30b")
+def test_the_command_writes_the_six_policies_and_the_assumptions(simulate: Callable[..., Any]) -> None:
+    data = simulate("tiers", "--workload", "code", "--seeds", "1", "--model", "30b")
     assert tuple(data["policies"]) == NAMES
     keys = {"tpot_mean_ms", "tpot_p95_ms", "throughput_tokens_s", "hit_rate", "wasted_bytes"}
     for its in data["policies"].values():
@@ -126,12 +116,12 @@ def test_the_fits_give_the_papers_crossovers_and_a_plausible_gpu() -> None:
     assert 0.2 < FITTED.efficiency < 0.6
 
 
-def test_a_faster_source_has_a_higher_crossover_and_beyond_it_the_gpu_waits(tmp_path: Path) -> None:
+def test_a_faster_source_has_a_higher_crossover_and_beyond_it_the_gpu_waits(simulate: Callable[..., Any]) -> None:
     rates = [
         crossover(dataclasses.replace(Machine(), tutti_gb_per_s=each), SYSTEMS["SSD, Tutti"]) for each in (1, 7, 26)
     ]
     assert rates == sorted(rates) and rates[0] < rates[-1] < 1
-    at = {share: run(tmp_path / "s.json", "ssd", "--hit-rate", str(share))["systems"] for share in (0.97, 0.99)}
+    at = {share: simulate("ssd", "--hit-rate", str(share))["systems"] for share in (0.97, 0.99)}
     assert at[0.97]["SSD, Tutti"]["bubble_ms"] == 0 < at[0.99]["SSD, Tutti"]["bubble_ms"]
     assert at[0.97]["SSD, GDS"]["bubble_ms"] > 0
 

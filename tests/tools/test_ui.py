@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from machine import WAIT_MAX_S, free_port, wait_for
+from machine import WAIT_MAX_S, free_port, http_server, wait_for
 
 from shadowserve_tools import main, summaries
 from shadowserve_tools.processes import start_storage, started
@@ -38,13 +38,9 @@ def answers() -> Iterator[tuple[str, dict[str, Any]]]:
 
         def log_message(self, format: str, *args: Any) -> None: ...
 
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        thread = threading.Thread(target=web.serve_forever, args=[0.01])
-        thread.start()
-        yield f"127.0.0.1:{web.server_port}", given
+    with http_server(Handler) as address:
+        yield address, given
         given["next"].set()
-        web.shutdown()
-        thread.join()
 
 
 def test_stats_of_an_engine_begin_with_the_paragraph(answers: tuple[str, dict[str, Any]]) -> None:

@@ -124,9 +124,6 @@ class PagedMemory:
         self._delivery = PageDelivery(self.plane.client, self._pages, kv.paged, TIMEOUT_S)
         stack.callback(self._delivery.close)
         self._order = np.random.default_rng(3).permutation(blocks)[:MANY]
-        self._await_written()
-
-    def _await_written(self) -> None:
         until(lambda: self._retrieve(MANY) == MANY // CHUNK_BLOCKS, "the device has not written all chunks", WRITTEN_S)
 
     def _retrieve(self, count: int) -> int:

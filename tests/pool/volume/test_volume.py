@@ -2,7 +2,7 @@
 
 import pytest
 from simulated_device import SimulatedDevice
-from volume_support import Store, device_of, index_key
+from volume_support import Store, device_of, index_key, key
 
 from shadowserve.block import OperationKind, Priority
 from shadowserve.native import Index
@@ -10,10 +10,6 @@ from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume, VolumeError
 
 KEY = bytes([7]) * 32
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
 
 
 def test_many_writers_share_one_group() -> None:

@@ -11,7 +11,7 @@ from golden_volume import NAME, VALUES
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice
-from volume_support import POOL, SMALL, Store, device_of, index_key
+from volume_support import POOL, SMALL, Store, device_of, index_key, layout_of, numbered_device
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import DeviceError
@@ -43,14 +43,6 @@ KEYS = list(VALUES)
 @pytest.fixture
 def golden() -> SimulatedDevice:
     return golden_volume.load()
-
-
-def layout_of(device: SimulatedDevice) -> Layout:
-    superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES)) or Superblock.unpack(
-        device.peek(SUPERBLOCK_OFFSETS[1], BLOCK_BYTES)
-    )
-    assert superblock is not None
-    return superblock.layout
 
 
 def check_all(store: Store, *, missing: int = 0) -> None:
@@ -130,10 +122,7 @@ def test_a_device_that_is_too_small_cannot_be_formatted(capacity: int) -> None:
 
 def test_a_reader_that_stops_early_does_not_confuse_later_reads() -> None:
     """Symptom: verify reported a sound object as absent, the first one behind the log's end."""
-    device = SimulatedDevice(4096 * BLOCK_BYTES)
-    for number in range(4096):
-        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = BlockReader(device)
+    reader = BlockReader(numbered_device())
     for number in range(2048, 2112):
         next(iter(reader.pieces(0, 2048)))  # the end of the log was in its first piece
         [(first, data)] = reader.pieces(number, 1)

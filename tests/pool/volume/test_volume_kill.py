@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 from machine import NEVER_S
-from volume_support import POOL, Store
+from volume_support import POOL, Store, key
 
 from shadowserve.native import BlockDevice
 from shadowserve.pool.volume.tickets import BusyError
@@ -19,10 +19,6 @@ from shadowserve.pool.volume.volume import Volume
 KILLS = 6
 KEYS = 30
 CAPACITY = 16 << 20
-
-
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
 
 
 def value(number: int, turn: int) -> bytes:

@@ -1,37 +1,23 @@
 """The order of a volume's writes: each barrier of docs/reference/volume-format.md."""
 
-from simulated_device import SimulatedDevice
-from volume_support import Store, device_of
+from volume_support import Store, device_of, key
 
 from shadowserve.block import Operation, OperationKind
 from shadowserve.pool.volume.format import BLOCK_BYTES
 
 
-def key(number: int) -> bytes:
-    return number.to_bytes(32, "little")
-
-
-def simulated(store: Store) -> SimulatedDevice:
-    assert isinstance(store.device, SimulatedDevice)
-    return store.device
-
-
-def is_data(store: Store) -> int:
-    return store.volume.superblock.layout.data_first * BLOCK_BYTES
-
-
 def run(store: Store, steps: int = 50) -> None:
     """Complete all operations except writes of objects."""
-    first = is_data(store)
+    first = store.volume.superblock.layout.data_first * BLOCK_BYTES
     for _ in range(steps):
-        while simulated(store).complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
+        while store.simulated.complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
             pass
         store.step()
 
 
 def test_object_log_flush_and_acknowledgement_come_in_this_order() -> None:
     store = Store(device_of())
-    device = simulated(store)
+    device = store.simulated
     store.drain()
     device.automatic = False
     device.trace.clear()
@@ -52,7 +38,7 @@ def test_object_log_flush_and_acknowledgement_come_in_this_order() -> None:
 
 def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
     store = Store(device_of())
-    device = simulated(store)
+    device = store.simulated
     for number in range(20):
         store.keep(key(number), b"x")
     layout = store.volume.superblock.layout
@@ -63,13 +49,13 @@ def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
 
 def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
     store = Store(device_of())
-    simulated(store).automatic = False
+    store.simulated.automatic = False
     store.put(key(1), b"value", what="put")
     store.expire(key(1), 1234)
     store.barrier("barrier")
     run(store)
     assert not store.settled
-    simulated(store).automatic = True
+    store.simulated.automatic = True
     store.drain()
     assert {what for what, _ in store.settled} == {"put", "barrier"}
 
@@ -77,19 +63,19 @@ def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
 def test_a_snapshot_is_completed_after_the_writes_that_it_names() -> None:
     store = Store(device_of())
     store.keep(key(1), b"old")
-    simulated(store).automatic = False
+    store.simulated.automatic = False
     store.put(key(1), b"new")
     store.volume.snapshot()
     run(store)
     assert store.volume.snapshots.completed == 0
-    simulated(store).automatic = True
+    store.simulated.automatic = True
     store.drain()
     assert store.volume.snapshots.completed == 1
 
 
 def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() -> None:
     store = Store(device_of())
-    device = simulated(store)
+    device = store.simulated
     for number in range(40):
         store.put(key(number), b"x")
     store.drain()
@@ -109,7 +95,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() ->
 def test_a_failed_replacement_frees_the_old_extent_after_the_durable_removal() -> None:
     store = Store(device_of())
     store.keep(key(1), b"old")
-    device = simulated(store)
+    device = store.simulated
     device.automatic = False
     device.fail(OperationKind.WRITE)
     store.put(key(1), b"new")
@@ -128,7 +114,7 @@ def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> Non
         if number % 8 == 0:
             store.drain()
     store.drain()
-    device = simulated(store)
+    device = store.simulated
     before = device.copy()
     sequence = store.volume._log.sequence
     for number in range(62):
@@ -148,7 +134,7 @@ def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> Non
 
 def test_reads_have_priority_and_snapshots_come_last() -> None:
     store = Store(device_of())
-    device = simulated(store)
+    device = store.simulated
     seen: list[Operation] = []
     submit = device.submit
     device.submit = lambda operations: (seen.extend(operations), submit(operations))[1]  # type: ignore[method-assign]

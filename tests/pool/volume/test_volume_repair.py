@@ -4,23 +4,17 @@ import errno
 
 import pytest
 from simulated_device import SimulatedDevice
-from volume_support import POOL, Store, device_of, index_key
+from volume_support import POOL, Store, device_of, index_key, layout_of, numbered_device
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import DeviceError
 from shadowserve.pool.volume.block_reader import BlockReader
-from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, SnapshotHeader, Superblock
+from shadowserve.pool.volume.format import BLOCK_BYTES, SnapshotHeader
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
 KEYS = [index_key(b"%d" % number) for number in range(12)]
 COPIES = (0, 1)
-
-
-def layout_of(device: SimulatedDevice) -> Layout:
-    superblock = Superblock.unpack(device.peek(SUPERBLOCK_OFFSETS[0], BLOCK_BYTES))
-    assert superblock is not None
-    return superblock.layout
 
 
 def place_of(device: SimulatedDevice, copy: int, sequence: int) -> int:
@@ -256,10 +250,7 @@ def test_many_torn_blocks_in_a_long_log_are_repaired() -> None:
 
 def test_one_block_can_be_read_during_pieces() -> None:
     """Symptom: a repair read the other copy into memory that a read of a later piece was using."""
-    device = SimulatedDevice(4096 * BLOCK_BYTES)
-    for number in range(4096):
-        device.set_block(number, number.to_bytes(8, "little") * (BLOCK_BYTES // 8))
-    reader = BlockReader(device)
+    reader = BlockReader(numbered_device())
     for first, data in reader.pieces(0, 4096):
         assert int.from_bytes(reader.block(4095 - first)[:8], "little") == 4095 - first
         for at in range(len(data) // BLOCK_BYTES):
