@@ -47,6 +47,7 @@ class Quantizer(_Labelled):
     PASSTHROUGH = 0
     LOSSLESS = 1
     BINNED = 2
+    WEIGHTED = 3
 
 
 class DType(_Labelled):
@@ -110,6 +111,8 @@ class ChunkLayout:
         return values | {"dtype": self.dtype.label, "quantizer": self.quantizer.label}
 
     def _check_treatment(self) -> None:
+        if self.quantizer is Quantizer.WEIGHTED and self.dtype not in (DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32):
+            raise ValueError(f"weighted quantizes float16, bfloat16 and float32, not {self.dtype.label}")
         if self.quantizer is not Quantizer.BINNED:
             if self.bins or self.value_bins or self.scale_tokens != 1:
                 raise ValueError(
@@ -142,11 +145,22 @@ class ChunkLayout:
     @property
     def token_decoded_bytes(self) -> int:
         """Bytes of symbols of one token, layer and kind."""
-        return self.vector_length * (1 if self.quantizer is Quantizer.BINNED else self.dtype.itemsize)
+        return self.vector_length * (1 if self.quantizer in (Quantizer.BINNED, Quantizer.WEIGHTED) else self.dtype.itemsize)
 
     def scales_bytes(self, tokens: _Tokens) -> _Tokens:
-        """Return the size of the scales of slices, by their tokens, in bytes."""
+        """Return the size of the scales of slices, by their tokens, in bytes; of ``weighted``: their largest size.
+
+        Before its symbols, a slice of ``weighted`` has the number of exact tokens, their indexes, and their elements.
+        """
+        if self.quantizer is Quantizer.WEIGHTED:
+            return 4 * (1 + (tokens + 1) // 2) + tokens * self.vector_length * self.dtype.itemsize
         return -(-tokens // self.scale_tokens) * (4 if self.quantizer is Quantizer.BINNED else 0)
+
+    def scales_fit(self, lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each slice whether its scales can have this size."""
+        if self.quantizer is Quantizer.WEIGHTED:
+            return (lengths >= 4) & (lengths <= self.scales_bytes(tokens))
+        return np.equal(lengths, self.scales_bytes(tokens))
 
     def bins_of(self, kinds: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
         """Return the number of bins of slices, by their kinds."""

@@ -141,7 +141,7 @@ def slices_of(headers: Sequence[Header]) -> Manifest:
         and bool((position == ends - tokens).all())
         and bool((ends[last] == (np.arange(len(headers)) + 1) * chunk_tokens).all())
         and bool((tokens * layout.token_decoded_bytes <= DECODED_BYTES_MAX).all())
-        and bool((scales == layout.scales_bytes(tokens)).all())
+        and bool(layout.scales_fit(scales, tokens).all())
         and bool((behind[last] == np.cumsum(lengths - header_lengths)).all())
         and bool((manifest["offset"] == (lengths - behind[last])[of] + behind - stored).all())
     )
@@ -344,8 +344,19 @@ def _stored_slices(header: Header, record: memoryview) -> Iterator[tuple[Any, me
         yield entry, record[begin : begin + int(entry["scales_length"]) + int(entry["encoded_length"])]
 
 
-def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, parent: bytes = b"") -> bytes:
+def encode(
+    key: bytes,
+    codec: native.Codec,
+    layout: ChunkLayout,
+    kv: Data,
+    *,
+    parent: bytes = b"",
+    channels: native.Channels | None = None,
+    position: int = 0,
+) -> bytes:
     """Return the record of one chunk. This is the reference for the data plane's encoder, and a tool for tests.
+
+    ``weighted`` needs the ``channels``, and the ``position`` of the chunk's first token in its prompt.
 
     Raises:
         ValueError: ``kv`` or a key has another length.
@@ -370,10 +381,11 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
             vector_length=layout.vector_length,
             bins=bins,
             scale_vectors=layout.scale_tokens,
+            place=_place(layout, entry, channels, position),
         )
         symbols, scales = symbols_array.tobytes(), scales_array.tobytes()
         stream = native.compress(codec, symbols, row_length)
-        entry["encoded_length"] = len(stream)
+        entry["scales_length"], entry["encoded_length"] = len(scales), len(stream)
         entry["checksum"] = native.crc32(stream, native.crc32(scales))
         entry["decoded_crc32"] = native.crc32(symbols)
         body += scales
@@ -381,8 +393,22 @@ def encode(key: bytes, codec: native.Codec, layout: ChunkLayout, kv: Data, *, pa
     return encode_header(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
-def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
-    """Return the KV of a record in its layout, after all checks.
+def _place(
+    layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int
+) -> native.Place | None:
+    """Return the channels of a slice, and its position; None unless the layout is ``weighted``."""
+    if layout.quantizer is not Quantizer.WEIGHTED:
+        return None
+    if channels is None:
+        raise ValueError("a record of 'weighted' needs the steps of its channels, which are not in the record")
+    row = int(entry["layer"]) * layout.kinds + int(entry["kind"])
+    return native.Place(channels, row, position + int(entry["token_first"]))
+
+
+def decode(
+    data: Data, key: bytes, layout: ChunkLayout, *, channels: native.Channels | None = None, position: int = 0
+) -> bytearray:
+    """Return the KV of a record in its layout, after all checks. ``channels``, ``position``: as for :func:`encode`.
 
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: The record is invalid, has another key or layout, or has a
@@ -405,7 +431,7 @@ def decode(data: Data, key: bytes, layout: ChunkLayout) -> bytearray:
             raise CorruptRecordError(f"a slice of record {key.hex()} does not decode: {error}") from error
         if native.crc32(symbols) != entry["decoded_crc32"]:
             raise CorruptRecordError(f"a slice of record {key.hex()} decodes to other bytes than were stored")
-        kv += _dequantize(header, entry, symbols, scales)
+        kv += _dequantize(header, entry, symbols, scales, _place(layout, entry, channels, position))
     return kv
 
 
@@ -445,7 +471,9 @@ def _codec(header: Header) -> native.Codec:
     return native.Codec(header.codec)
 
 
-def _dequantize(header: Header, entry: Any, symbols: bytes, scales: memoryview) -> bytes:
+def _dequantize(
+    header: Header, entry: Any, symbols: bytes, scales: memoryview, place: native.Place | None
+) -> bytes:
     layout = header.layout
     try:
         return native.dequantize(
@@ -456,6 +484,7 @@ def _dequantize(header: Header, entry: Any, symbols: bytes, scales: memoryview) 
             vectors=int(entry["tokens"]),
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
+            place=place,
         ).tobytes()
-    except NativeError as error:  # a scale is not finite; our writers never store one
+    except NativeError as error:  # such as a scale that is not finite; our writers never store one
         raise CorruptRecordError(f"a slice of record {header.key.hex()} cannot be dequantized: {error}") from error

@@ -42,7 +42,12 @@ enum ss_result {
 };
 
 enum ss_codec { SS_CODEC_NONE = 0, SS_CODEC_DEFLATE = 1, SS_CODEC_LZ4 = 2, SS_CODEC_ZSTD = 3, SS_CODEC_KVRANS = 4 };
-enum ss_quantizer { SS_QUANTIZER_PASSTHROUGH = 0, SS_QUANTIZER_LOSSLESS = 1, SS_QUANTIZER_BINNED = 2 };
+enum ss_quantizer {
+    SS_QUANTIZER_PASSTHROUGH = 0,
+    SS_QUANTIZER_LOSSLESS = 1,
+    SS_QUANTIZER_BINNED = 2,
+    SS_QUANTIZER_WEIGHTED = 3
+};
 enum ss_dtype {
     SS_DTYPE_UINT8 = 0, /* bytes of any meaning */
     SS_DTYPE_FLOAT16 = 1,
@@ -155,15 +160,57 @@ SS_API enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dty
 SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                     const void *scales, size_t vectors, size_t vector_length, void *target);
 
+/*
+ * Steps of a group's channels, for SS_QUANTIZER_WEIGHTED: a calibration of the model makes them, and records do not have
+ * them. A row is one layer and kind. All numbers are finite, and steps positive. Keys, the first kind, may be rotated by
+ * position: in each head, channel c with channel c + 'pairs', for c < 'pairs'.
+ */
+struct ss_channels {
+    const float *steps;        /* rows x vector_length */
+    const float *centres;      /* rows x vector_length */
+    const double *frequencies; /* radians per token, of each pair; NULL without pairs */
+    const float *turns;        /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
+    uint32_t rows;             /* layers x kinds */
+    uint32_t kinds;
+    uint32_t vector_length;
+    uint32_t head_length; /* channels of a head, at most 1024 */
+    uint32_t pairs;       /* rotated pairs of each head; 0: none */
+    uint32_t tokens;      /* tokens that 'turns' has */
+};
+
+/* ss_weighted_exact_max() returns the most bytes that ss_quantize_weighted() writes before the symbols. */
+SS_API size_t ss_weighted_exact_max(enum ss_dtype dtype, size_t vectors, size_t vector_length);
+
+/*
+ * ss_quantize_weighted() turns vectors of one slice into symbols, one int8 for each element: the number of steps from
+ * the channel's centre. 'row' is layer * kinds + kind, 'position' that of the first vector in its prompt. Vectors with
+ * an element that is not finite or more than 127 steps away, and those of positions 0 to 3, are stored exactly: 'exact'
+ * has room for ss_weighted_exact_max() bytes, of which '*exact_length' are written. Float16, bfloat16 and float32 only.
+ * Every ISA variant writes the same bytes.
+ */
+SS_API enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
+                                           uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
+                                           void *exact, size_t *exact_length);
+
+/* ss_dequantize_weighted() is the inverse. Fails with SS_BAD_DATA for damaged exact vectors. */
+SS_API enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
+                                             uint32_t position, const uint8_t *symbols, const void *exact,
+                                             size_t exact_length, size_t vectors, void *target);
+
 /* Description of the elements that a stream's symbols become, and their target. */
 struct ss_elements {
-    const void *scales; /* binned: one float for every 'scale_vectors' vectors; may be unaligned */
+    const void *scales; /* binned: one float for every 'scale_vectors' vectors; weighted: exact vectors; may be unaligned
+                         */
     void *target;       /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
     size_t vectors;
     size_t vector_length;
     size_t scale_vectors; /* binned: vectors that share a scale; the last scale may have fewer; else 1 */
     enum ss_quantizer quantizer;
     enum ss_dtype dtype;
+    const struct ss_channels *channels; /* weighted only, as the following fields */
+    size_t scales_length;               /* bytes */
+    uint32_t row;
+    uint32_t position;
 };
 
 /*
@@ -185,13 +232,16 @@ SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const
 struct ss_slice {
     uint64_t offset;         /* of the stored bytes, from the first byte of the piece's body */
     uint64_t memory_offset;  /* of the dequantized bytes, from the first byte of the group's memory */
-    uint32_t scales_length;  /* bytes: 4 for each scale of binned, else 0 */
+    uint32_t scales_length;  /* bytes: 4 for each scale of binned, the exact vectors of weighted (before encoding: their
+                                most), else 0 */
     uint32_t encoded_length; /* bytes */
     uint32_t decoded_length; /* bytes of symbols */
     uint32_t checksum;       /* CRC-32 of the stored bytes */
     uint32_t decoded_crc32;  /* CRC-32 of the symbols (checked by accelerators, which return it for free) */
     uint32_t vectors;        /* tokens in the slice */
     uint32_t bins;           /* binned: number of bins, for ss_pipeline_encode(); a fetch ignores it */
+    uint32_t row;            /* weighted: row of the group's channels */
+    uint32_t position;       /* weighted: position of the first vector in its prompt */
 };
 
 /* Source of a piece's body, in a fetch. */
@@ -264,6 +314,7 @@ struct ss_group {
     uint8_t *memory;        /* first byte; if registered, within the registered memory (ss_memory_address()) */
     uint64_t memory_size;   /* bytes */
     struct ss_registered_memory *registered; /* the registration of 'memory'; NULL: plain memory, for a CPU only */
+    const struct ss_channels *channels;      /* weighted: steps of the channels; else NULL */
 };
 
 /*

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
+from shadowserve.native._channels import Place
 from shadowserve.native._library import Codec, Isa, Result, check, ffi, lib
 
 if TYPE_CHECKING:
@@ -160,12 +161,15 @@ def quantize(
     vector_length: int,
     bins: int = 0,
     scale_vectors: int = 1,
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Turn ``vectors * vector_length`` elements into symbols and scales (none unless binned).
+    place: Place | None = None,
+) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Turn ``vectors * vector_length`` elements into symbols and scales (weighted: exact vectors; else none).
 
-    ``bins`` is even, 4 to 256. The last scale may have fewer than ``scale_vectors`` vectors. NativeError with
-    ``Result.NOT_FINITE``: a value to bin is infinite or NaN.
+    ``bins`` is even, 4 to 256. The last scale may have fewer than ``scale_vectors`` vectors. ``place`` is for weighted.
+    NativeError with ``Result.NOT_FINITE``: a value to bin is infinite or NaN.
     """
+    if quantizer is Quantizer.WEIGHTED:
+        return _weigh(dtype, source, vectors, vector_length, place)
     itemsize = 1 if quantizer is Quantizer.BINNED else dtype.itemsize
     symbols = np.empty(vectors * vector_length * itemsize, dtype=np.uint8)
     scales = np.empty(-(-vectors // scale_vectors) if quantizer is Quantizer.BINNED else 0, dtype=np.float32)
@@ -187,6 +191,29 @@ def quantize(
     return symbols, scales
 
 
+def _check_place(place: Place | None, vector_length: int) -> Place:
+    if place is None or place.channels.vector_length != vector_length:
+        raise NativeError(f"weighted needs channels for vectors of {vector_length} elements", Result.BAD_ARGUMENT)
+    return place
+
+
+def _weigh(
+    dtype: DType, source: "ReadableBuffer", vectors: int, vector_length: int, place: Place | None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    channels, row, position = _check_place(place, vector_length)
+    symbols = np.empty(vectors * vector_length, dtype=np.uint8)
+    exact = np.empty(lib.ss_weighted_exact_max(dtype, vectors, vector_length), dtype=np.uint8)
+    length = ffi.new("size_t *")
+    made, side = ffi.from_buffer("uint8_t[]", symbols), ffi.from_buffer("uint8_t[]", exact)
+    with ffi.from_buffer("uint8_t[]", source) as elements:
+        _check_size("source", len(elements), vectors * vector_length * dtype.itemsize)
+        result = lib.ss_quantize_weighted(
+            dtype, channels.struct, row, position, elements, vectors, made, side, length
+        )
+        check(result, f"quantizing {vectors} x {vector_length} {dtype.label} elements (weighted)")
+    return symbols, exact[: length[0]]
+
+
 def dequantize(
     quantizer: Quantizer,
     dtype: DType,
@@ -196,13 +223,16 @@ def dequantize(
     vectors: int,
     vector_length: int,
     scale_vectors: int = 1,
+    place: Place | None = None,
     out: "WriteableBuffer | None" = None,
 ) -> NDArray[np.uint8]:
     """Turn symbols back into the bytes of elements of ``dtype``, in ``out`` or a new array.
 
-    Symbols have one byte for each element if binned, else the elements' bytes. NativeError with ``Result.BAD_DATA``: a
-    scale is not finite.
+    Symbols have one byte for each element if binned or weighted, else the elements' bytes. NativeError with
+    ``Result.BAD_DATA``: a scale is not finite, or exact vectors are damaged.
     """
+    if quantizer is Quantizer.WEIGHTED:
+        return _unweigh(dtype, symbols, scales, vectors, vector_length, place, out)
     binned = quantizer is Quantizer.BINNED
     size = vectors * vector_length * dtype.itemsize
     target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
@@ -225,6 +255,32 @@ def dequantize(
                 elements + first * dtype.itemsize,
             )
             check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements ({quantizer.name})")
+    return target
+
+
+def _unweigh(
+    dtype: DType,
+    symbols: "ReadableBuffer",
+    exact: "ReadableBuffer | None",
+    vectors: int,
+    vector_length: int,
+    place: Place | None,
+    out: "WriteableBuffer | None",
+) -> NDArray[np.uint8]:
+    channels, row, position = _check_place(place, vector_length)
+    size = vectors * vector_length * dtype.itemsize
+    target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
+    _check_size("out", target.nbytes, size)
+    with (
+        ffi.from_buffer("uint8_t[]", symbols) as source,
+        ffi.from_buffer("uint8_t[]", b"" if exact is None else exact) as side,
+    ):
+        _check_size("symbols", len(source), vectors * vector_length)
+        elements = ffi.from_buffer("uint8_t[]", target, True)
+        result = lib.ss_dequantize_weighted(
+            dtype, channels.struct, row, position, source, side, len(side), vectors, elements
+        )
+        check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements (weighted)")
     return target
 
 

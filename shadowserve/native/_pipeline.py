@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
+from shadowserve.native._channels import Channels
 from shadowserve.native._library import Closing, MemoryKind, Origin, Result, Stage, check, ffi, lib
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
@@ -110,7 +111,8 @@ class StageStatistics:
 class Group:
     """Elements of a group's pieces, and the memory that they are delivered to or stored from (``struct ss_group``).
 
-    ``scale_vectors`` vectors of a slice share one scale, for ``Quantizer.BINNED``. ``memory`` is a region of registered
+    ``scale_vectors`` vectors of a slice share one scale, for ``Quantizer.BINNED``; ``channels`` are for
+    ``Quantizer.WEIGHTED``. ``memory`` is a region of registered
     memory, or, except for a fetch with an accelerator, any buffer; writable for a fetch.
     """
 
@@ -118,16 +120,18 @@ class Group:
     dtype: DType
     vector_length: int
     scale_vectors: int = 1
+    channels: Channels | None = None
     memory: "ReadableBuffer | Region"
 
     @classmethod
-    def of(cls, layout: ChunkLayout, memory: "ReadableBuffer | Region") -> Self:
+    def of(cls, layout: ChunkLayout, memory: "ReadableBuffer | Region", channels: Channels | None = None) -> Self:
         """Return the group for chunks of this layout."""
         return cls(
             quantizer=layout.quantizer,
             dtype=layout.dtype,
             vector_length=layout.vector_length,
             scale_vectors=layout.scale_tokens,
+            channels=channels,
             memory=memory,
         )
 
@@ -179,6 +183,7 @@ class Batch:
         self.pieces = pieces
         self.slices = slices
         self.writable = True
+        self._channels: list[Channels] = []  # kept alive
         self._held: list[Any] = []  # memory of bodies and groups, kept alive
         self._batch = ffi.new("struct ss_batch *")
         self._layers: Any = ffi.NULL
@@ -265,6 +270,9 @@ class Batch:
         target.dtype = group.dtype
         target.scale_vectors = group.scale_vectors
         target.vector_length = group.vector_length
+        if group.channels is not None:
+            self._channels.append(group.channels)
+            target.channels = group.channels.struct
         if isinstance(group.memory, Region):
             registered = group.memory.registered
             target.registered = registered._registered

@@ -123,3 +123,154 @@ def test_dequantize_writes_at_the_given_offset() -> None:
     symbols, _ = native.quantize(Quantizer.LOSSLESS, DType.FLOAT16, source, vectors=2, vector_length=8)
     native.dequantize(Quantizer.LOSSLESS, DType.FLOAT16, symbols, None, vectors=2, vector_length=8, out=out)
     assert bytes(out) == source.tobytes()
+
+
+# ---- Weighted -------------------------------------------------------------------------------------------------------
+
+ROTATED = 10_000.0 ** -(np.arange(8) / 8)
+WEIGHTED_FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32]
+
+
+def channels_of(rows: int, length: int, seed: int = 1, **options: Any) -> native.Channels:
+    rng = np.random.default_rng(seed)
+    steps, centres = rng.uniform(0.05, 0.2, size=(rows, length)), rng.normal(size=(rows, length))
+    options = {"frequencies": ROTATED, "kinds": 2, "head_length": 24, "tokens": 64} | options
+    return native.Channels(steps, centres, **options)
+
+
+def through_weighted(
+    dtype: DType, source: NDArray[np.uint8], place: native.Place, length: int
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]:
+    """Return symbols, exact vectors, and the values that come back."""
+    vectors = source.nbytes // dtype.itemsize // length
+    shape = {"vectors": vectors, "vector_length": length, "place": place}
+    symbols, exact = native.quantize(Quantizer.WEIGHTED, dtype, source, **shape)
+    back = native.dequantize(Quantizer.WEIGHTED, dtype, symbols, exact, **shape)
+    return symbols, exact, values_of(dtype, back).reshape(vectors, length)
+
+
+@pytest.mark.parametrize("dtype", WEIGHTED_FLOATS)
+@pytest.mark.parametrize("row", [0, 1, 2], ids=["keys", "values", "keys of the next layer"])
+def test_weighted_errs_by_half_a_step_at_most(isa: Isa, dtype: DType, row: int) -> None:
+    channels, length = channels_of(4, 48), 48
+    source = elements(dtype, kv(40, length) * 0.5)
+    before = values_of(dtype, source).reshape(40, length)
+    _, exact, after = through_weighted(dtype, source, native.Place(channels, row, 1000), length)
+    assert exact.tobytes() == bytes(4)
+    turned = np.sqrt(2) if row % 2 == 0 else 1.0  # the error of a rotated pair is that of both channels
+    rounding = {DType.FLOAT16: 2.0**-11, DType.BFLOAT16: 2.0**-8, DType.FLOAT32: 2.0**-20}[dtype] * np.abs(before).max()
+    assert np.abs(after - before).max() <= turned * 0.1001 + 1.01 * rounding
+
+
+def test_all_kernels_of_weighted_write_the_same_bytes(isa: Isa) -> None:
+    channels = channels_of(2, 120)
+    for dtype in WEIGHTED_FLOATS:
+        source = elements(dtype, kv(33, 120, seed=7) * 4)
+        made = through_weighted(dtype, source, native.Place(channels, 0, 77), 120)
+        native.isa_force(Isa.SCALAR)
+        scalar = through_weighted(dtype, source, native.Place(channels, 0, 77), 120)
+        native.isa_force(isa)
+        assert all(np.array_equal(one, other) for one, other in zip(made, scalar, strict=True))
+
+
+def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:
+    """A constant vector before RoPE gives the same symbols at every position; without frequencies it does not."""
+    plain = np.random.default_rng(3).normal(size=(2, 12)).repeat(2, axis=1)[:, :24].astype(np.float64)
+    angles = np.arange(50, 90)[:, None] * ROTATED
+    rotated = np.tile(plain[0], (40, 1))
+    rotated[:, :8] = plain[0, :8] * np.cos(angles) - plain[0, 8:16] * np.sin(angles)
+    rotated[:, 8:16] = plain[0, 8:16] * np.cos(angles) + plain[0, :8] * np.sin(angles)
+    source = elements(DType.FLOAT32, rotated.astype(np.float32))
+    symbols, *_ = through_weighted(DType.FLOAT32, source, native.Place(channels_of(2, 24), 0, 50), 24)
+    assert np.ptp(symbols.view(np.int8).reshape(40, 24), axis=0).max() <= 1  # a value at a border may round either way
+    plain_channels = channels_of(2, 24, frequencies=[])
+    symbols, *_ = through_weighted(DType.FLOAT32, source, native.Place(plain_channels, 0, 50), 24)
+    assert np.ptp(symbols.view(np.int8).reshape(40, 24), axis=0).max() > 4
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e5, -1e5])
+def test_vectors_that_steps_do_not_fit_are_exact(isa: Isa, bad: float) -> None:
+    values = kv(20, 48) * 0.5
+    values[7, 3] = values[19, 47] = bad
+    for dtype in WEIGHTED_FLOATS:
+        source = elements(dtype, values)
+        symbols, exact, after = through_weighted(dtype, source, native.Place(channels_of(2, 48), 0, 4), 48)
+        before = values_of(dtype, source).reshape(20, 48)
+        assert exact[:8].view(np.uint16).tolist() == [2, 0, 7, 19]
+        assert np.array_equal(after[[7, 19]], before[[7, 19]], equal_nan=True)
+        assert not symbols.reshape(20, 48)[[7, 19]].any()
+
+
+def test_the_first_four_tokens_of_a_prompt_are_exact(isa: Isa) -> None:
+    source = elements(DType.BFLOAT16, kv(10, 48) * 0.5)
+    for position, expected in ((0, [0, 1, 2, 3]), (2, [0, 1]), (4, [])):
+        _, exact, _ = through_weighted(DType.BFLOAT16, source, native.Place(channels_of(2, 48), 1, position), 48)
+        assert exact[4 : 4 + 2 * len(expected)].view(np.uint16).tolist() == expected
+        assert exact[:4].view(np.uint32)[0] == len(expected)
+
+
+def test_a_finite_element_never_becomes_infinite(isa: Isa) -> None:
+    channels = native.Channels(np.full((2, 24), 1000), np.zeros((2, 24)), ROTATED, kinds=2, head_length=24, tokens=8)
+    source = elements(DType.FLOAT16, np.full((8, 24), 65504, np.float32))
+    *_, after = through_weighted(DType.FLOAT16, source, native.Place(channels, 0, 9), 24)
+    assert (after == 65504).all()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda exact: exact[:-1],
+        lambda exact: exact[:3],
+        lambda exact: b"",
+        lambda exact: b"\xff\xff\xff\xff" + exact[4:],
+        lambda exact: exact[:4] + exact[6:8] + exact[4:6] + exact[8:],  # not ascending
+        lambda exact: exact[:8] + b"\x28\x00" + exact[10:],  # behind the last vector
+        lambda exact: exact[:10] + b"\x01" + exact[11:],  # padding
+    ],
+)
+def test_damaged_exact_vectors_are_bad_data(isa: Isa, damage: Any) -> None:
+    values = kv(40, 48) * 0.5
+    values[[3, 8, 11]] = np.nan
+    place, shape = native.Place(channels_of(2, 48), 0, 4), {"vectors": 40, "vector_length": 48}
+    symbols, exact = native.quantize(
+        Quantizer.WEIGHTED, DType.BFLOAT16, elements(DType.BFLOAT16, values), place=place, **shape
+    )
+    with pytest.raises(NativeError) as caught:
+        native.dequantize(
+            Quantizer.WEIGHTED, DType.BFLOAT16, symbols, damage(exact.tobytes()), place=place, **shape
+        )
+    assert caught.value.result == native.Result.BAD_DATA
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"steps": [[0.0] * 48] * 2}, "not positive"),
+        ({"steps": [[np.nan] * 48] * 2}, "not finite"),
+        ({"steps": [[1e31] * 48] * 2}, "too large"),
+        ({"centres": [[np.inf] * 48] * 2}, "not finite"),
+        ({"centres": [[0.0] * 47] * 2}, "shape"),
+        ({"frequencies": [0.1] * 13}, "frequencies"),
+        ({"head_length": 36}, "divisor"),
+        ({"head_length": 0}, "head_length"),
+        ({"kinds": 3}, "whole layers"),
+    ],
+)
+def test_impossible_channels_are_refused(change: dict[str, Any], reason: str) -> None:
+    options = {
+        "steps": [[0.1] * 48] * 2, "centres": [[0.0] * 48] * 2, "frequencies": ROTATED, "kinds": 2,
+        "head_length": 24, "tokens": 8,
+    } | change  # fmt: skip
+    with pytest.raises(ValueError, match=reason):
+        native.Channels(options.pop("steps"), options.pop("centres"), options.pop("frequencies"), **options)
+
+
+@pytest.mark.parametrize("place", [None, (2, 0), (0, 0)], ids=["none", "a row beyond the last", "longer than angles"])
+def test_weighted_without_fitting_channels_is_refused(place: tuple[int, int] | None) -> None:
+    channels = channels_of(2, 48, tokens=8)
+    with pytest.raises(NativeError) as caught:
+        native.quantize(
+            Quantizer.WEIGHTED, DType.BFLOAT16, bytes(9 * 48 * 2), vectors=9, vector_length=48,
+            place=place and native.Place(channels, *place),
+        )  # fmt: skip
+    assert caught.value.result == native.Result.BAD_ARGUMENT

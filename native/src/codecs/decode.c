@@ -14,6 +14,10 @@
 #include "quantize/quantize.h"
 
 enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+    if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
+        return ss_dequantize_weighted(elements->dtype, elements->channels, elements->row, elements->position, symbols,
+                                      elements->scales, elements->scales_length, elements->vectors, elements->target);
+    }
     /* Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
     const size_t shared = elements->quantizer == SS_QUANTIZER_BINNED ? elements->scale_vectors : 1;
     const size_t groups = elements->vectors / shared;
@@ -39,18 +43,17 @@ enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *str
 
 /* elements_fit() returns whether a stream of 'size' bytes of symbols can be what 'elements' are made of. */
 static int elements_fit(const struct ss_elements *elements, size_t size) {
-    size_t symbols = ss_dtype_size(elements->dtype);
+    size_t symbols = ss_symbol_size(elements->quantizer, elements->dtype);
 
-    if (symbols == 0 || elements->scale_vectors == 0) {
+    if (ss_dtype_size(elements->dtype) == 0 || elements->scale_vectors == 0) {
         return 0;
-    }
-    if (elements->quantizer == SS_QUANTIZER_BINNED) {
-        symbols = 1;
     }
     return !__builtin_mul_overflow(symbols, elements->vectors, &symbols) &&
            !__builtin_mul_overflow(symbols, elements->vector_length, &symbols) && symbols == size &&
            (size == 0 || elements->target != NULL) &&
-           (elements->quantizer != SS_QUANTIZER_BINNED || elements->vectors == 0 || elements->scales != NULL);
+           (elements->quantizer != SS_QUANTIZER_BINNED || elements->vectors == 0 || elements->scales != NULL) &&
+           (elements->quantizer != SS_QUANTIZER_WEIGHTED ||
+            ss_channels_fit(elements->channels, elements->dtype, elements->vector_length));
 }
 
 /* two_steps() takes 'count' streams of which nothing is known to be wrong. */

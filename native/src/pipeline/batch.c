@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "pipeline/internal.h"
+#include "quantize/quantize.h"
 
 /* ---- Checks -------------------------------------------------------------------------------------------------- */
 
@@ -15,7 +16,7 @@
 enum region { REGION_SLICES, REGION_STORED, REGION_RECEIVED, REGION_SYMBOLS, REGION_ENCODED };
 
 static uint32_t symbol_bytes(const struct ss_group *group) {
-    return group->quantizer == SS_QUANTIZER_BINNED ? (uint32_t)ss_dtype_size(group->dtype) : 1;
+    return (uint32_t)(ss_dtype_size(group->dtype) / ss_symbol_size(group->quantizer, group->dtype));
 }
 
 static const struct ss_group *group_of(const struct ss_batch *batch, const struct ss_piece *piece) {
@@ -33,6 +34,8 @@ static int group_is_valid(const struct ss_group *group) {
         return 1;
     case SS_QUANTIZER_BINNED:
         return group->dtype != SS_DTYPE_UINT8 && group->scale_vectors != 0;
+    case SS_QUANTIZER_WEIGHTED:
+        return ss_channels_fit(group->channels, group->dtype, group->vector_length);
     default:
         return 0;
     }
@@ -52,27 +55,43 @@ static int tables_are_valid(const struct ss_batch *batch) {
     return 1;
 }
 
+static int scales_are_valid(const struct ss_group *group, const struct ss_slice *slice) {
+    switch (group->quantizer) {
+    case SS_QUANTIZER_BINNED:
+        return slice->scales_length ==
+               ((uint64_t)slice->vectors + group->scale_vectors - 1) / group->scale_vectors * sizeof(float);
+    case SS_QUANTIZER_WEIGHTED:
+        return ss_channels_cover(group->channels, slice->row, slice->vectors) &&
+               slice->scales_length <= ss_weighted_exact_max(group->dtype, slice->vectors, group->vector_length);
+    default:
+        return slice->scales_length == 0;
+    }
+}
+
 static int slice_is_valid(const struct ss_group *group, const struct ss_slice *slice) {
-    int binned = group->quantizer == SS_QUANTIZER_BINNED;
     uint64_t elements = (uint64_t)slice->vectors * group->vector_length;
     if (elements == 0 || elements > SS_SLICE_BYTES_MAX) {
         return 0;
     }
-    uint64_t decoded = binned ? elements : elements * ss_dtype_size(group->dtype);
-    uint64_t scales =
-        binned ? ((uint64_t)slice->vectors + group->scale_vectors - 1) / group->scale_vectors * sizeof(float) : 0;
-    if (slice->decoded_length != decoded || decoded > SS_SLICE_BYTES_MAX || slice->scales_length != scales) {
+    uint64_t decoded = elements * ss_symbol_size(group->quantizer, group->dtype);
+    if (slice->decoded_length != decoded || decoded > SS_SLICE_BYTES_MAX || !scales_are_valid(group, slice)) {
         return 0;
     }
     uint64_t delivered = decoded * symbol_bytes(group);
     return slice->memory_offset <= group->memory_size && delivered <= group->memory_size - slice->memory_offset;
 }
 
-/* Checks the slices' bins, for encoding only: decoding accepts any symbols. */
-static int bins_are_valid(const struct ss_batch *batch, const struct ss_piece *piece) {
-    for (uint32_t i = 0; group_of(batch, piece)->quantizer == SS_QUANTIZER_BINNED && i < piece->slice_count; i++) {
-        uint32_t bins = batch->slices[piece->slice_first + i].bins;
-        if (bins < 4 || bins > 256 || bins % 2 != 0) {
+/* Checks what only encoding needs: the slices' bins, and room for the exact vectors. */
+static int can_be_encoded(const struct ss_batch *batch, const struct ss_piece *piece) {
+    const struct ss_group *group = group_of(batch, piece);
+    for (uint32_t i = 0; i < piece->slice_count; i++) {
+        const struct ss_slice *slice = &batch->slices[piece->slice_first + i];
+        if (group->quantizer == SS_QUANTIZER_BINNED &&
+            (slice->bins < 4 || slice->bins > 256 || slice->bins % 2 != 0)) {
+            return 0;
+        }
+        if (group->quantizer == SS_QUANTIZER_WEIGHTED &&
+            slice->scales_length != ss_weighted_exact_max(group->dtype, slice->vectors, group->vector_length)) {
             return 0;
         }
     }
@@ -309,7 +328,7 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_bat
         return SS_BAD_ARGUMENT;
     }
     for (uint32_t i = 0; i < batch->piece_count; i++) {
-        if (!piece_is_valid(batch, &batch->pieces[i]) || !bins_are_valid(batch, &batch->pieces[i])) {
+        if (!piece_is_valid(batch, &batch->pieces[i]) || !can_be_encoded(batch, &batch->pieces[i])) {
             return SS_BAD_ARGUMENT;
         }
         if (ss_codec_implementation(batch->pieces[i].codec) == NULL) {

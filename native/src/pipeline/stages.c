@@ -120,7 +120,11 @@ static struct ss_elements item_elements(const struct ss_pipeline *pipeline, cons
                                          .vector_length = group->vector_length,
                                          .scale_vectors = group->scale_vectors,
                                          .quantizer = group->quantizer,
-                                         .dtype = group->dtype};
+                                         .dtype = group->dtype,
+                                         .channels = group->channels,
+                                         .scales_length = item_slice(pipeline, item)->scales_length,
+                                         .row = item_slice(pipeline, item)->row,
+                                         .position = item_slice(pipeline, item)->position};
     return elements;
 }
 

@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "pipeline/internal.h"
+#include "quantize/quantize.h"
 
 /* The deadline has passed, or the caller has cancelled the call. */
 static enum ss_result store_interrupted(const struct ss_batch *batch) {
@@ -45,13 +46,20 @@ static size_t row_length(const struct ss_group *group) {
 }
 
 static uint64_t slice_raw_bytes(const struct ss_group *group, const struct ss_slice *slice) {
-    return (uint64_t)slice->decoded_length *
-           (group->quantizer == SS_QUANTIZER_BINNED ? ss_dtype_size(group->dtype) : 1);
+    return (uint64_t)slice->decoded_length / ss_symbol_size(group->quantizer, group->dtype) *
+           ss_dtype_size(group->dtype);
 }
 
 /* Quantizes one slice. Vectors that share a scale are one longer vector; the last such vector may be shorter. */
-static enum ss_result quantize_slice(const struct ss_group *group, const struct ss_slice *slice, const uint8_t *source,
+static enum ss_result quantize_slice(const struct ss_group *group, struct ss_slice *slice, const uint8_t *source,
                                      uint8_t *symbols, uint8_t *scales) {
+    if (group->quantizer == SS_QUANTIZER_WEIGHTED) {
+        size_t exact = 0;
+        enum ss_result quantized = ss_quantize_weighted(group->dtype, group->channels, slice->row, slice->position,
+                                                        source, slice->vectors, symbols, scales, &exact);
+        slice->scales_length = (uint32_t)exact;
+        return quantized;
+    }
     size_t shared = group->quantizer == SS_QUANTIZER_BINNED ? group->scale_vectors : 1;
     size_t whole = slice->vectors / shared;
     size_t elements = whole * shared * group->vector_length;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* avx2.c - the kernels with AVX2 and F16C. The scalar arithmetic finishes the vectors. */
-#include "quantize/scalar.h"
+#include "quantize/weighted.h"
 
 #include <immintrin.h>
 
@@ -262,6 +262,8 @@ SS_UNBIN_BATCH(TARGET, unbin_bfloat16, unbin_bfloat16_vector, 2)
 SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
 SS_UNBIN_BATCH(TARGET, unbin_float16_streamed, unbin_float16_vector_streamed, 2)
 SS_UNBIN_BATCH(TARGET, unbin_bfloat16_streamed, unbin_bfloat16_vector_streamed, 2)
+
+SS_WEIGHTED_KERNELS(TARGET)
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx2 = {
     SS_QUANTIZE_KERNELS,

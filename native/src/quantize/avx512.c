@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* avx512.c - the kernels with AVX-512 F, BW and VL. Masks finish what is dequantized, the scalar arithmetic the rest.
  */
-#include "quantize/scalar.h"
+#include "quantize/weighted.h"
 
 #include "quantize/avx512.h"
 
@@ -261,6 +261,8 @@ TARGET_INLINE void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 }
 
 SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
+
+SS_WEIGHTED_KERNELS(TARGET)
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
     SS_QUANTIZE_KERNELS,

@@ -10,7 +10,7 @@
  * whose bytes fit the registers that one instruction (tbl) looks up in. That takes a third of the instructions that the
  * arithmetic does, which makes the table too.
  */
-#include "quantize/scalar.h"
+#include "quantize/weighted.h"
 
 #include <arm_neon.h>
 
@@ -316,6 +316,8 @@ static inline void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 }
 
 SS_UNBIN_BATCH(, unbin_float32, unbin_float32_vector, 4)
+
+SS_WEIGHTED_KERNELS()
 
 const struct ss_quantize_kernels ss_quantize_kernels_neon = {
     SS_QUANTIZE_KERNELS,

@@ -24,7 +24,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const struct ss_quantize_kernels *kernels_active(void) {
+const struct ss_quantize_kernels *ss_quantize_kernels_active(void) {
     switch (ss_isa_active()) {
 #ifdef SS_ARCH_X86_64
     case SS_ISA_AVX2:
@@ -96,7 +96,7 @@ static enum ss_result quantize_binned(enum ss_dtype dtype, uint32_t bins, const 
                                           [SS_DTYPE_BFLOAT16] = SS_BFLOAT16_INFINITY,
                                           [SS_DTYPE_FLOAT32] = SS_FLOAT32_INFINITY,
                                           [SS_DTYPE_FLOAT8_E4M3] = SS_FLOAT8_NAN};
-    const struct ss_quantize_kernels *kernels = kernels_active();
+    const struct ss_quantize_kernels *kernels = ss_quantize_kernels_active();
     const size_t vector_size = vector_length * ss_dtype_size(dtype);
     const int limit = (int)bins / 2 - 1;
 
@@ -118,7 +118,7 @@ static enum ss_result quantize_binned(enum ss_dtype dtype, uint32_t bins, const 
 
 static enum ss_result dequantize_binned(enum ss_dtype dtype, const uint8_t *symbols, const uint8_t *scales,
                                         size_t vectors, size_t vector_length, uint8_t *target, int streamed) {
-    const struct ss_quantize_kernels *kernels = kernels_active();
+    const struct ss_quantize_kernels *kernels = ss_quantize_kernels_active();
     uint32_t magnitude_max = 0;
 
     for (size_t vector = 0; vector < vectors; vector++) {
@@ -157,7 +157,7 @@ enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dtype, uin
         memcpy(symbols, source, count * ss_dtype_size(dtype));
         return SS_OK;
     case SS_QUANTIZER_LOSSLESS:
-        kernels_active()->planes_split[dtype](source, count, symbols, count);
+        ss_quantize_kernels_active()->planes_split[dtype](source, count, symbols, count);
         return SS_OK;
     case SS_QUANTIZER_BINNED:
         return quantize_binned(dtype, bins, source, vectors, vector_length, symbols, scales);
@@ -167,7 +167,7 @@ enum ss_result ss_quantize(enum ss_quantizer quantizer, enum ss_dtype dtype, uin
 }
 
 static void dequantize_lossless(enum ss_dtype dtype, const uint8_t *symbols, size_t count, void *target, int streamed) {
-    const struct ss_quantize_kernels *kernels = kernels_active();
+    const struct ss_quantize_kernels *kernels = ss_quantize_kernels_active();
 
     streamed = streamed && kernels->planes_merge_streamed[dtype] != NULL;
     (streamed ? kernels->planes_merge_streamed : kernels->planes_merge)[dtype](symbols, count, count, target);

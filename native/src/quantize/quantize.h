@@ -21,6 +21,8 @@
 
 enum { SS_DTYPE_COUNT = SS_DTYPE_FLOAT8_E4M3 + 1 };
 
+struct ss_weighing;
+
 /*
  * All pointers may be unaligned. Dtype-indexed members have no entry (NULL) for SS_DTYPE_UINT8, which is never binned.
  */
@@ -40,7 +42,25 @@ struct ss_quantize_kernels {
     void (*planes_split[SS_DTYPE_COUNT])(const void *source, size_t count, uint8_t *planes, size_t stride);
     void (*planes_merge[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
     void (*planes_merge_streamed[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
+    /* 'weighted', one vector; see weighted.h */
+    uint32_t (*weigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const void *source, int8_t *symbols);
+    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const int8_t *symbols, void *target);
+    void (*angles)(const float *first, const float *turn, size_t pairs, float *cosines, float *sines);
 };
+
+/* ss_quantize_kernels_active() returns the kernels of the variant in use. */
+const struct ss_quantize_kernels *ss_quantize_kernels_active(void);
+
+/* ss_symbol_size() returns the bytes of one element's symbol. */
+static inline size_t ss_symbol_size(enum ss_quantizer quantizer, enum ss_dtype dtype) {
+    return quantizer == SS_QUANTIZER_BINNED || quantizer == SS_QUANTIZER_WEIGHTED ? 1 : ss_dtype_size(dtype);
+}
+
+/* ss_channels_fit() returns whether channels are those of such vectors. */
+int ss_channels_fit(const struct ss_channels *channels, enum ss_dtype dtype, size_t vector_length);
+
+/* ss_channels_cover() returns whether fitting channels have a row, and the angles for a slice of 'vectors'. */
+int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t vectors);
 
 /* The members that every variant has, by the names that its file gives to the functions. */
 #define SS_QUANTIZE_KERNELS                                                                                            \
@@ -65,7 +85,14 @@ struct ss_quantize_kernels {
                      [SS_DTYPE_FLOAT16] = planes_merge16,                                                              \
                      [SS_DTYPE_BFLOAT16] = planes_merge16,                                                             \
                      [SS_DTYPE_FLOAT32] = planes_merge32,                                                              \
-                     [SS_DTYPE_FLOAT8_E4M3] = planes_merge8}
+                     [SS_DTYPE_FLOAT8_E4M3] = planes_merge8},                                                          \
+    .weigh = {[SS_DTYPE_FLOAT16] = weigh_float16,                                                                      \
+              [SS_DTYPE_BFLOAT16] = weigh_bfloat16,                                                                    \
+              [SS_DTYPE_FLOAT32] = weigh_float32},                                                                     \
+    .unweigh = {[SS_DTYPE_FLOAT16] = unweigh_float16,                                                                  \
+                [SS_DTYPE_BFLOAT16] = unweigh_bfloat16,                                                                \
+                [SS_DTYPE_FLOAT32] = unweigh_float32},                                                                 \
+    .angles = angles
 
 extern const struct ss_quantize_kernels ss_quantize_kernels_scalar;
 extern const struct ss_quantize_kernels ss_quantize_kernels_avx2;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* scalar.c - the scalar kernels: the reference of all others, and what runs where none of those does */
-#include "quantize/scalar.h"
+#include "quantize/weighted.h"
 
 #define MAGNITUDE_MAX(bits)                                                                                            \
     static uint32_t magnitude_max##bits(const void *source, size_t count) {                                            \
@@ -35,6 +35,8 @@ BINNED(float32, 4)
 PLANES(8)
 PLANES(16)
 PLANES(32)
+
+SS_WEIGHTED_KERNELS()
 
 const struct ss_quantize_kernels ss_quantize_kernels_scalar = {
     SS_QUANTIZE_KERNELS,

@@ -1,0 +1,158 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * weighted.c - the quantizer 'weighted' for the vectors of one slice
+ *
+ * Each channel has one step and one centre, which a calibration of the model made. Keys are rotated back by RoPE's
+ * angles first, so that a channel has the same spread at every position. Vectors that the steps do not fit are stored
+ * as they are, before the symbols:
+ *
+ *   uint32 count | count x uint16 vector, ascending | zeros up to a multiple of 4 bytes | count x elements
+ */
+#include "quantize/weighted.h"
+
+#include <stdlib.h>
+
+enum { SINKS = 4 }; /* first tokens of a prompt: most heads attend to them */
+
+static size_t names_bytes(size_t count) {
+    return sizeof(uint32_t) + (count + 1) / 2 * 4;
+}
+
+static int takes(enum ss_dtype dtype) {
+    return dtype == SS_DTYPE_FLOAT16 || dtype == SS_DTYPE_BFLOAT16 || dtype == SS_DTYPE_FLOAT32;
+}
+
+size_t ss_weighted_exact_max(enum ss_dtype dtype, size_t vectors, size_t vector_length) {
+    return names_bytes(vectors) + vectors * vector_length * ss_dtype_size(dtype);
+}
+
+int ss_channels_fit(const struct ss_channels *channels, enum ss_dtype dtype, size_t vector_length) {
+    return takes(dtype) && channels != NULL && channels->steps != NULL && channels->centres != NULL &&
+           channels->rows != 0 && channels->kinds != 0 && channels->head_length != 0 &&
+           channels->head_length <= SS_HEAD_MAX && channels->vector_length == vector_length && vector_length != 0 &&
+           vector_length % channels->head_length == 0 && 2 * (uint64_t)channels->pairs <= channels->head_length &&
+           (channels->pairs == 0 || (channels->frequencies != NULL && channels->turns != NULL));
+}
+
+int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t vectors) {
+    return row < channels->rows && vectors <= UINT16_MAX + (size_t)1 &&
+           (channels->pairs == 0 || row % channels->kinds != 0 || vectors <= channels->tokens);
+}
+
+/* What the vectors of a slice have in common, and the angles of the current one. */
+struct slice {
+    const struct ss_quantize_kernels *kernels;
+    const struct ss_channels *channels;
+    struct ss_weighing by;
+    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
+    float cosines[SS_HEAD_MAX / 2];
+    float sines[SS_HEAD_MAX / 2];
+};
+
+static void slice_begin(struct slice *slice, const struct ss_channels *channels, uint32_t row, uint32_t position) {
+    const size_t begin = (size_t)row * channels->vector_length;
+
+    slice->kernels = ss_quantize_kernels_active();
+    slice->channels = channels;
+    slice->by = (struct ss_weighing){.steps = channels->steps + begin,
+                                     .centres = channels->centres + begin,
+                                     .cosines = slice->cosines,
+                                     .sines = slice->sines,
+                                     .length = channels->vector_length,
+                                     .head = channels->head_length,
+                                     .pairs = row % channels->kinds == 0 ? channels->pairs : 0};
+    for (size_t pair = 0; pair < slice->by.pairs; pair++) {
+        double angle = channels->frequencies[pair] * (double)position;
+        slice->first[pair] = (float)cos(angle);
+        slice->first[slice->by.pairs + pair] = (float)sin(angle);
+    }
+}
+
+static void slice_at(struct slice *slice, size_t vector) {
+    const size_t pairs = slice->by.pairs;
+
+    if (pairs != 0) {
+        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, slice->cosines,
+                               slice->sines);
+    }
+}
+
+enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
+                                    uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
+                                    void *exact, size_t *exact_length) {
+    const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
+    uint8_t *const side = exact;
+    uint32_t count = 0;
+    struct slice slice;
+
+    if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
+        exact_length == NULL || (vectors != 0 && (source == NULL || symbols == NULL))) {
+        return SS_BAD_ARGUMENT;
+    }
+    slice_begin(&slice, channels, row, position);
+    for (size_t vector = 0; vector < vectors; vector++) {
+        const uint8_t *elements = (const uint8_t *)source + vector * bytes;
+        int8_t *its = (int8_t *)symbols + vector * length;
+        slice_at(&slice, vector);
+        if (slice.kernels->weigh[dtype](&slice.by, elements, its) != 0 || position + vector < SINKS) {
+            memset(its, 0, length);
+            ss_store16(side + sizeof count, count++, (uint16_t)vector);
+        }
+    }
+    ss_store32(side, 0, count);
+    memset(side + sizeof count + 2 * (size_t)count, 0, names_bytes(count) - sizeof count - 2 * (size_t)count);
+    for (size_t index = 0; index < count; index++) {
+        memcpy(side + names_bytes(count) + index * bytes,
+               (const uint8_t *)source + ss_load16(side + sizeof count, index) * bytes, bytes);
+    }
+    *exact_length = names_bytes(count) + count * bytes;
+    return SS_OK;
+}
+
+/* exact_count() returns the number of exact vectors, or 'vectors' + 1 if the data before the symbols is damaged. */
+static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size_t bytes) {
+    size_t count = size >= sizeof(uint32_t) ? ss_load32(side, 0) : vectors + 1;
+
+    if (count > vectors || size != names_bytes(count) + count * bytes) {
+        return vectors + 1;
+    }
+    if (count % 2 != 0 && ss_load16(side + sizeof(uint32_t), count) != 0) {
+        return vectors + 1;
+    }
+    for (size_t index = 0; index < count; index++) {
+        size_t vector = ss_load16(side + sizeof(uint32_t), index);
+        if (vector >= vectors || (index != 0 && vector <= ss_load16(side + sizeof(uint32_t), index - 1))) {
+            return vectors + 1;
+        }
+    }
+    return count;
+}
+
+enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
+                                      uint32_t position, const uint8_t *symbols, const void *exact,
+                                      size_t exact_length, size_t vectors, void *target) {
+    const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
+    const uint8_t *const side = exact;
+    size_t count, next = 0;
+    struct slice slice;
+
+    if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
+        (vectors != 0 && (symbols == NULL || target == NULL))) {
+        return SS_BAD_ARGUMENT;
+    }
+    count = exact_count(side, exact_length, vectors, bytes);
+    if (count > vectors) {
+        return SS_BAD_DATA;
+    }
+    slice_begin(&slice, channels, row, position);
+    for (size_t vector = 0; vector < vectors; vector++) {
+        uint8_t *elements = (uint8_t *)target + vector * bytes;
+        if (next < count && ss_load16(side + sizeof(uint32_t), next) == vector) {
+            memcpy(elements, side + names_bytes(count) + next++ * bytes, bytes);
+            continue;
+        }
+        slice_at(&slice, vector);
+        slice.kernels->unweigh[dtype](&slice.by, (const int8_t *)symbols + vector * length, elements);
+    }
+    return SS_OK;
+}
