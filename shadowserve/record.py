@@ -366,13 +366,13 @@ def encode(
     if len(view) != layout.raw_bytes:
         raise ValueError(f"the chunk has {len(view)} bytes, its layout {layout.raw_bytes}")
     manifest = plan_slices(layout)
-    body, position = bytearray(), 0
+    body, begin = bytearray(), 0
     token_bytes = layout.vector_length * layout.dtype.itemsize
     row_length = token_bytes if layout.quantizer is Quantizer.PASSTHROUGH else layout.vector_length
     for entry, bins in zip(manifest, layout.bins_of(manifest["kind"]).tolist(), strict=True):
         tokens = int(entry["tokens"])
-        source = view[position : position + tokens * token_bytes]
-        position += tokens * token_bytes
+        source = view[begin : begin + tokens * token_bytes]
+        begin += tokens * token_bytes
         symbols_array, scales_array = native.quantize(
             layout.quantizer,
             layout.dtype,
@@ -393,9 +393,7 @@ def encode(
     return encode_header(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
-def _place(
-    layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int
-) -> native.Place | None:
+def _place(layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int) -> native.Place | None:
     """Return the channels of a slice, and its position; None unless the layout is ``weighted``."""
     if layout.quantizer is not Quantizer.WEIGHTED:
         return None
@@ -471,9 +469,7 @@ def _codec(header: Header) -> native.Codec:
     return native.Codec(header.codec)
 
 
-def _dequantize(
-    header: Header, entry: Any, symbols: bytes, scales: memoryview, place: native.Place | None
-) -> bytes:
+def _dequantize(header: Header, entry: Any, symbols: bytes, scales: memoryview, place: native.Place | None) -> bytes:
     layout = header.layout
     try:
         return native.dequantize(

@@ -161,16 +161,16 @@ SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype d
                                     const void *scales, size_t vectors, size_t vector_length, void *target);
 
 /*
- * Steps of a group's channels, for SS_QUANTIZER_WEIGHTED: a calibration of the model makes them, and records do not have
- * them. A row is one layer and kind. All numbers are finite, and steps positive. Keys, the first kind, may be rotated by
- * position: in each head, channel c with channel c + 'pairs', for c < 'pairs'.
+ * Steps of a group's channels, for SS_QUANTIZER_WEIGHTED: a calibration of the model makes them, and records do not
+ * have them. A row is one layer and kind. All numbers are finite, and steps positive. Keys, the first kind, may be
+ * rotated by position: in each head, channel c with channel c + 'pairs', for c < 'pairs'.
  */
 struct ss_channels {
     const float *steps;        /* rows x vector_length */
     const float *centres;      /* rows x vector_length */
     const double *frequencies; /* radians per token, of each pair; NULL without pairs */
-    const float *turns;        /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
-    uint32_t rows;             /* layers x kinds */
+    const float *turns; /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
+    uint32_t rows;      /* layers x kinds */
     uint32_t kinds;
     uint32_t vector_length;
     uint32_t head_length; /* channels of a head, at most 1024 */
@@ -199,9 +199,10 @@ SS_API enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct s
 
 /* Description of the elements that a stream's symbols become, and their target. */
 struct ss_elements {
-    const void *scales; /* binned: one float for every 'scale_vectors' vectors; weighted: exact vectors; may be unaligned
-                         */
-    void *target;       /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
+    const void
+        *scales;  /* binned: one float for every 'scale_vectors' vectors; weighted: exact vectors; may be unaligned
+                   */
+    void *target; /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
     size_t vectors;
     size_t vector_length;
     size_t scale_vectors; /* binned: vectors that share a scale; the last scale may have fewer; else 1 */

@@ -179,6 +179,73 @@ static void check_all_shapes(void) {
     }
 }
 
+/* check_weighted() compares all ISAs with scalar, between guard pages, at both alignments. */
+static void check_weighted(enum ss_dtype dtype, size_t vectors, uint32_t heads, uint32_t head_length, int at_end) {
+    enum { PAIRS = 3, TOKENS = 16, LENGTH_MAX = 256 };
+    static float steps[2 * LENGTH_MAX], centres[2 * LENGTH_MAX], turns[TOKENS * 2 * PAIRS];
+    static double frequencies[PAIRS] = {1, 0.1, 0.01};
+    const size_t length = (size_t)heads * head_length, count = vectors * length, size = count * ss_dtype_size(dtype);
+    const size_t most = ss_weighted_exact_max(dtype, vectors, length);
+    struct ss_channels channels = {.steps = steps,
+                                   .centres = centres,
+                                   .frequencies = frequencies,
+                                   .turns = turns,
+                                   .rows = 2,
+                                   .kinds = 2,
+                                   .vector_length = (uint32_t)length,
+                                   .head_length = head_length,
+                                   .pairs = head_length >= 2 * PAIRS ? PAIRS : 0,
+                                   .tokens = TOKENS};
+    uint8_t *elements = guarded_place(&source, size, at_end);
+
+    for (size_t index = 0; index < 2 * length; index++) {
+        steps[index] = 0.001f * (float)(1 + random_below(1000));
+        centres[index] = 0.001f * (float)random_below(1000);
+    }
+    for (int index = 0; index < TOKENS * PAIRS; index++) {
+        double angle = frequencies[index % PAIRS] * (index / PAIRS);
+        turns[index / PAIRS * 2 * PAIRS + index % PAIRS] = (float)cos(angle);
+        turns[index / PAIRS * 2 * PAIRS + PAIRS + index % PAIRS] = (float)sin(angle);
+    }
+    elements_fill(dtype, elements, count);
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+        for (uint32_t row = 0; row < 2 && ss_isa_force(isa) == SS_OK; row++) {
+            static size_t lengths[2];
+            static uint8_t wanted_symbols[2][ELEMENTS_MAX], wanted_exact[2][5 * ELEMENTS_MAX],
+                wanted[2][4 * ELEMENTS_MAX];
+            uint8_t *made = guarded_place(&symbols, count, at_end), *exact = guarded_place(&scales, most, at_end);
+            uint8_t *decoded = guarded_place(&target, size, at_end);
+            size_t exact_length = 0;
+            CHECK(ss_quantize_weighted(dtype, &channels, row, 2, elements, vectors, made, exact, &exact_length) ==
+                          SS_OK &&
+                      exact_length <= most,
+                  "%s", isa_names[isa]);
+            CHECK(ss_dequantize_weighted(dtype, &channels, row, 2, made, exact, exact_length, vectors, decoded) ==
+                      SS_OK,
+                  "%s", isa_names[isa]);
+            if (isa == SS_ISA_SCALAR) {
+                lengths[row] = exact_length;
+                memcpy(wanted_symbols[row], made, count);
+                memcpy(wanted_exact[row], exact, exact_length);
+                memcpy(wanted[row], decoded, size);
+            }
+            CHECK(exact_length == lengths[row] && memcmp(made, wanted_symbols[row], count) == 0 &&
+                      memcmp(exact, wanted_exact[row], exact_length) == 0 && memcmp(decoded, wanted[row], size) == 0,
+                  "weighted, dtype %d, %zu x %u x %u: %s differs from scalar", (int)dtype, vectors, heads, head_length,
+                  isa_names[isa]);
+        }
+    }
+}
+
+static void check_weighted_shapes(void) {
+    for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT32; dtype++) {
+        for (uint32_t head_length = 1; head_length <= 70; head_length++) {
+            check_weighted(dtype, head_length % 17, 1 + head_length % 3, head_length, (int)(head_length & 1));
+        }
+        check_weighted(dtype, 16, 2, 128, 1);
+    }
+}
+
 /* check_rounding() decodes every symbol at scales of all magnitudes and compares with the reference. */
 static void check_rounding(enum ss_isa isa) {
     enum { SYMBOLS = 256, SCALES = 600 };
@@ -365,6 +432,7 @@ int main(void) {
     expected_symbols = guarded_make(4 * ELEMENTS_MAX);
     expected_scales = guarded_make(4 * ELEMENTS_MAX);
     expected_target = guarded_make(4 * ELEMENTS_MAX);
+    check_weighted_shapes();
     check_all_shapes();
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         if (ss_isa_available(isa)) {

@@ -207,9 +207,7 @@ def _weigh(
     made, side = ffi.from_buffer("uint8_t[]", symbols), ffi.from_buffer("uint8_t[]", exact)
     with ffi.from_buffer("uint8_t[]", source) as elements:
         _check_size("source", len(elements), vectors * vector_length * dtype.itemsize)
-        result = lib.ss_quantize_weighted(
-            dtype, channels.struct, row, position, elements, vectors, made, side, length
-        )
+        result = lib.ss_quantize_weighted(dtype, channels.struct, row, position, elements, vectors, made, side, length)
         check(result, f"quantizing {vectors} x {vector_length} {dtype.label} elements (weighted)")
     return symbols, exact[: length[0]]
 

@@ -38,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 13
+ABI_VERSION: Final = 14
 
 
 class Closing(abc.ABC):

@@ -36,6 +36,7 @@ from shadowserve_tools.report import Report, over, repeat, walls
 LAYERS: Final = 32
 OBJECTS: Final = 8
 """Objects that are decoded in turn, so that neither sources nor targets are in a cache."""
+_LMCACHE_ALIGNMENT: Final = 4096
 NAIVE, SERDE = "LMCache server, Redis tuned", "LMCache server, serde shadowserve, Redis tuned"
 
 
@@ -92,11 +93,18 @@ def _kernel(report: Report, repeats: int) -> None:
     report.ratio("serde_decode_GB_per_s", speeds, "at least 4")
 
 
+def _aligned(objects: int, size: int) -> npt.NDArray[np.uint8]:
+    """Return memory that begins where LMCache's allocator begins an object: at a multiple of 4,096 bytes."""
+    memory = np.ones(objects * size + _LMCACHE_ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _LMCACHE_ALIGNMENT
+    return memory[first : first + objects * size].reshape(objects, size)
+
+
 def _decoded(report: Report, data: str, kv: npt.NDArray[np.uint16], repeats: int) -> tuple[float, list[float]]:
     """Return the stored share of an object, and the speeds of decoding it on one core in CPU time."""
     array = objects.Array((2, len(kv) // 2, *kv.shape[1:]), "bfloat16")
     stored = np.empty((OBJECTS, objects.stored_bytes([array])), np.uint8)
-    decoded = np.ones((OBJECTS, kv.nbytes), np.uint8)
+    decoded = _aligned(OBJECTS, kv.nbytes)
     source = memoryview(kv).cast("B")
     objects.encode(_Key, [array], source, memoryview(stored[0]))
     stored[1:] = stored[0]

@@ -138,6 +138,11 @@ def channels_of(rows: int, length: int, seed: int = 1, **options: Any) -> native
     return native.Channels(steps, centres, **options)
 
 
+def calm(vectors: int, length: int, seed: int = 0) -> NDArray[np.float32]:
+    """Return vectors without outliers."""
+    return np.random.default_rng(seed).normal(size=(vectors, length)).astype(np.float32)
+
+
 def through_weighted(
     dtype: DType, source: NDArray[np.uint8], place: native.Place, length: int
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float64]]:
@@ -153,7 +158,7 @@ def through_weighted(
 @pytest.mark.parametrize("row", [0, 1, 2], ids=["keys", "values", "keys of the next layer"])
 def test_weighted_errs_by_half_a_step_at_most(isa: Isa, dtype: DType, row: int) -> None:
     channels, length = channels_of(4, 48), 48
-    source = elements(dtype, kv(40, length) * 0.5)
+    source = elements(dtype, calm(40, length))
     before = values_of(dtype, source).reshape(40, length)
     _, exact, after = through_weighted(dtype, source, native.Place(channels, row, 1000), length)
     assert exact.tobytes() == bytes(4)
@@ -165,7 +170,7 @@ def test_weighted_errs_by_half_a_step_at_most(isa: Isa, dtype: DType, row: int) 
 def test_all_kernels_of_weighted_write_the_same_bytes(isa: Isa) -> None:
     channels = channels_of(2, 120)
     for dtype in WEIGHTED_FLOATS:
-        source = elements(dtype, kv(33, 120, seed=7) * 4)
+        source = elements(dtype, kv(33, 120, seed=7))
         made = through_weighted(dtype, source, native.Place(channels, 0, 77), 120)
         native.isa_force(Isa.SCALAR)
         scalar = through_weighted(dtype, source, native.Place(channels, 0, 77), 120)
@@ -188,9 +193,9 @@ def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:
     assert np.ptp(symbols.view(np.int8).reshape(40, 24), axis=0).max() > 4
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e5, -1e5])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 5e4, -5e4])
 def test_vectors_that_steps_do_not_fit_are_exact(isa: Isa, bad: float) -> None:
-    values = kv(20, 48) * 0.5
+    values = calm(20, 48)
     values[7, 3] = values[19, 47] = bad
     for dtype in WEIGHTED_FLOATS:
         source = elements(dtype, values)
@@ -202,7 +207,7 @@ def test_vectors_that_steps_do_not_fit_are_exact(isa: Isa, bad: float) -> None:
 
 
 def test_the_first_four_tokens_of_a_prompt_are_exact(isa: Isa) -> None:
-    source = elements(DType.BFLOAT16, kv(10, 48) * 0.5)
+    source = elements(DType.BFLOAT16, calm(10, 48))
     for position, expected in ((0, [0, 1, 2, 3]), (2, [0, 1]), (4, [])):
         _, exact, _ = through_weighted(DType.BFLOAT16, source, native.Place(channels_of(2, 48), 1, position), 48)
         assert exact[4 : 4 + 2 * len(expected)].view(np.uint16).tolist() == expected
@@ -229,16 +234,14 @@ def test_a_finite_element_never_becomes_infinite(isa: Isa) -> None:
     ],
 )
 def test_damaged_exact_vectors_are_bad_data(isa: Isa, damage: Any) -> None:
-    values = kv(40, 48) * 0.5
+    values = calm(40, 48)
     values[[3, 8, 11]] = np.nan
     place, shape = native.Place(channels_of(2, 48), 0, 4), {"vectors": 40, "vector_length": 48}
     symbols, exact = native.quantize(
         Quantizer.WEIGHTED, DType.BFLOAT16, elements(DType.BFLOAT16, values), place=place, **shape
     )
     with pytest.raises(NativeError) as caught:
-        native.dequantize(
-            Quantizer.WEIGHTED, DType.BFLOAT16, symbols, damage(exact.tobytes()), place=place, **shape
-        )
+        native.dequantize(Quantizer.WEIGHTED, DType.BFLOAT16, symbols, damage(exact.tobytes()), place=place, **shape)
     assert caught.value.result == native.Result.BAD_DATA
 
 

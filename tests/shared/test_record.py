@@ -27,7 +27,7 @@ from record_forge import (
 )
 
 from shadowserve import native
-from shadowserve.chunk import DECODED_BYTES_MAX, TOKENS_MAX, DType, Quantizer
+from shadowserve.chunk import DECODED_BYTES_MAX, TOKENS_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.errors import CorruptRecordError, MismatchError
 from shadowserve.native import Codec
 from shadowserve.record import (
@@ -188,7 +188,7 @@ def test_the_manifest_is_laid_out_as_documented() -> None:
 TREATMENTS = [
     (codec, quantizer, dtype)
     for codec, quantizer, dtype in itertools.product(BUILT_IN, Quantizer, DType)
-    if quantizer is not Quantizer.BINNED or dtype is not DType.UINT8
+    if quantizer is not Quantizer.WEIGHTED and (quantizer is not Quantizer.BINNED or dtype is not DType.UINT8)
 ]
 
 
@@ -278,6 +278,48 @@ def test_where_a_writer_cuts_changes_no_value() -> None:
         cut = layout.cut(slice_bytes)
         assert sum(cut) == 100 and min(cut) > 0
         assert all(tokens % 16 == 0 for tokens in cut[:-1]), "the tokens of one scale must not be split"
+
+
+def channels_of(layout: ChunkLayout, step: float) -> native.Channels:
+    shape = (layout.layers * layout.kinds, layout.vector_length)
+    return native.Channels(
+        np.full(shape, step), np.zeros(shape), [1.0, 0.01], kinds=layout.kinds, head_length=8, tokens=layout.tokens
+    )
+
+
+def test_a_weighted_record_is_read_with_the_steps_that_it_was_written_with() -> None:
+    layout = make_layout(Quantizer.WEIGHTED, DType.FLOAT32, layers=2, tokens=30, vector_length=16)
+    values = np.random.default_rng(1).normal(size=(2, 2, 30, 16)).astype(np.float32)
+    values[1, 0, 20, 5], values[0, 1, 9, 0] = np.inf, 1e6
+    channels = channels_of(layout, 0.1)
+    for position, exact in ((0, [0, 1, 2, 3]), (512, [])):
+        data = encode(KEY, Codec.KVRANS, layout, values.tobytes(), channels=channels, position=position)
+        back = np.frombuffer(decode(data, KEY, layout, channels=channels, position=position), np.float32)
+        with np.errstate(invalid="ignore"):  # infinity less infinity
+            error = np.abs(back.reshape(values.shape) - values)
+        assert np.nanmax(error) <= 0.05 * 2**0.5 * 1.001 and np.nanmax(error) > 0.03
+        assert back.reshape(values.shape)[1, 0, 20, 5] == np.inf and not error[0, 1, 9].any()
+        assert not error[:, :, exact].any()
+        with pytest.raises(ValueError, match="steps of its channels"):
+            decode(data, KEY, layout)
+    other = np.frombuffer(decode(data, KEY, layout, channels=channels_of(layout, 0.2), position=512), np.float32)
+    finite = np.isfinite(back)
+    assert not np.allclose(other[finite], back[finite])
+
+
+def test_a_weighted_record_with_a_damaged_number_of_exact_tokens_is_corrupt() -> None:
+    layout = make_layout(Quantizer.WEIGHTED, DType.BFLOAT16, layers=1, kinds=1, tokens=6, vector_length=8)
+    channels = channels_of(layout, 0.1)
+    data = bytearray(encode(KEY, Codec.NONE, layout, bytes(layout.raw_bytes), channels=channels))
+    header = parse_header(data)
+    begin = header.header_length
+    assert data[begin : begin + 4] == b"\4\0\0\0"
+    data[begin] = 5
+    manifest = header.manifest.copy()
+    manifest["checksum"] = native.crc32(data[begin:])
+    damaged = encode_header(KEY, Codec.NONE, layout, manifest) + bytes(data[begin:])
+    with pytest.raises(CorruptRecordError, match="cannot be dequantized"):
+        decode(damaged, KEY, layout, channels=channels)
 
 
 @settings(max_examples=200)

@@ -86,8 +86,7 @@ static int can_be_encoded(const struct ss_batch *batch, const struct ss_piece *p
     const struct ss_group *group = group_of(batch, piece);
     for (uint32_t i = 0; i < piece->slice_count; i++) {
         const struct ss_slice *slice = &batch->slices[piece->slice_first + i];
-        if (group->quantizer == SS_QUANTIZER_BINNED &&
-            (slice->bins < 4 || slice->bins > 256 || slice->bins % 2 != 0)) {
+        if (group->quantizer == SS_QUANTIZER_BINNED && (slice->bins < 4 || slice->bins > 256 || slice->bins % 2 != 0)) {
             return 0;
         }
         if (group->quantizer == SS_QUANTIZER_WEIGHTED &&

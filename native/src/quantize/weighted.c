@@ -129,8 +129,8 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
 }
 
 enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
-                                      uint32_t position, const uint8_t *symbols, const void *exact,
-                                      size_t exact_length, size_t vectors, void *target) {
+                                      uint32_t position, const uint8_t *symbols, const void *exact, size_t exact_length,
+                                      size_t vectors, void *target) {
     const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
     const uint8_t *const side = exact;
     size_t count, next = 0;

@@ -54,8 +54,8 @@ static inline void ss_rotate(const struct ss_weighing *by, float direction, floa
             ss_rotate(by, -1, values);                                                                                 \
             for (size_t index = 0; index < by->head; index++) {                                                        \
                 float number = (values[index] - centres[index]) / steps[index];                                        \
-                int inside = fabsf(number) <= (float)SS_WEIGHTED_LIMIT &                                               \
-                             (fabsf(values[index]) + steps[index] <= (most));                                          \
+                int inside =                                                                                           \
+                    (fabsf(number) <= (float)SS_WEIGHTED_LIMIT) & (fabsf(values[index]) + steps[index] <= (most));     \
                 outside += (uint32_t)!inside;                                                                          \
                 number = inside ? number : 0.0f;                                                                       \
                 symbols[first + index] = (int8_t)(int)((number + SS_ROUNDING) - SS_ROUNDING);                          \
