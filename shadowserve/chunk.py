@@ -145,9 +145,8 @@ class ChunkLayout:
     @property
     def token_decoded_bytes(self) -> int:
         """Bytes of symbols of one token, layer and kind."""
-        return self.vector_length * (
-            1 if self.quantizer in (Quantizer.BINNED, Quantizer.WEIGHTED) else self.dtype.itemsize
-        )
+        one_byte = self.quantizer in (Quantizer.BINNED, Quantizer.WEIGHTED)
+        return self.vector_length * (1 if one_byte else self.dtype.itemsize)
 
     def scales_bytes(self, tokens: _Tokens) -> _Tokens:
         """Return the size of the scales of slices, by their tokens, in bytes; of ``weighted``: their largest size.
