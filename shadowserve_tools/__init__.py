@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "demo": "shadowserve_tools.demo:demo",
     "bench": "shadowserve_tools.bench:bench",
     "simulate": "shadowserve_tools.simulate:simulate",
+    "calibrate": "shadowserve_tools.calibrate:calibrate",
     "trace": "shadowserve_tools.trace:trace",
     "pool": "shadowserve_tools.pool:pool",
     "drain": "shadowserve_tools.drain:drain",
@@ -68,6 +69,7 @@ def main() -> None:
     On the DPU, or the host:     shadowserve dpu --storage 127.0.0.1:6380
     In the serving process:      vllm serve MODEL --kv-transfer-config '{"kv_connector": "ShadowServeConnector", ...}'
     Model of a BlueField:        shadowserve simulate bluefield
+    Steps of a lossy quantizer:  shadowserve calibrate MODEL --output model.calibration
     Timeline of a fetch:         shadowserve trace -o fetch.json
     Statistics of programs:      shadowserve stats --watch
     A web page of them:          shadowserve ui 127.0.0.1:6380 127.0.0.1:50151 127.0.0.1:8000

@@ -28,12 +28,13 @@ import numpy.typing as npt
 import torch
 from rich.console import Console
 
+from shadowserve.calibration import PRESETS
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.kv_codecs import BASELINES, Treatment
 from shadowserve_tools.bench.parts.needles import TASKS, Question, contexts
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, numbers_option, whole
 from shadowserve_tools.bench.parts.real_model import CHUNK_TOKENS, RealModel, texts
-from shadowserve_tools.bench.parts.weighted import PRESETS, learn
+from shadowserve_tools.bench.parts.weighted import treatments
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.demo_model import default_model
 from shadowserve_tools.processes import Programs
@@ -110,8 +111,7 @@ def quality(
     cut = list(_windows(tokens, context + scored, windows))
     if len(cut) < windows:
         raise ShadowServeError(f"the texts have {len(cut)} windows of {context + scored} tokens, not {windows}")
-    learnt = learn(used)
-    families = {**BASELINES, WEIGHTED: learnt}
+    families = {**BASELINES, WEIGHTED: treatments(used)}
     found = [Results(family, name, store) for family, each in families.items() for name, store in each.items()]
     kept: list[Numbers] = []
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """A causal language model of a local folder: its KV cache as a tensor, and its predictions on top of a given cache."""
 
+import functools
 import inspect
 import pydoc_data.topics
 from collections.abc import Sequence
@@ -7,6 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from shadowserve.errors import ShadowServeError
@@ -24,6 +27,11 @@ _LEARNT: Final[dict[str, list[Any]]] = {
     "code": ["asyncio.base_events", "statistics", "email.message"],
     "licence": [_REPOSITORY / "LICENSE"],
 }
+_STATIC_ROPE: Final = ("default", "linear", "llama3", "yarn")
+"""Types whose frequencies do not depend on the prompt."""
+_EQUAL_TOKENS: Final = 64
+_EQUAL: Final = 0.05
+"""Difference of keys by rounding to bfloat16, as a share of their norm, and some more."""
 Tensor = Any
 """torch.Tensor: mypy does not follow torch."""
 
@@ -53,6 +61,7 @@ class RealModel:
 
     Attributes:
         name: Name of the model's folder.
+        architecture: Name of the model's class.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,12 +76,18 @@ class RealModel:
         except (OSError, ValueError) as error:
             raise ShadowServeError(f"{folder} is no model that transformers reads: {error}") from error
         self._model.eval().requires_grad_(False)
-        self.name = folder.name
+        self.name = folder.resolve().name
+        self.architecture = str((self._model.config.architectures or [type(self._model).__name__])[0])
 
     @property
     def positions_max(self) -> int:
         """Most tokens of a prompt."""
         return int(self._model.config.max_position_embeddings)
+
+    @functools.cached_property
+    def head_size(self) -> int:
+        """Channels of a head."""
+        return int(self.prefill(self.tokens("the")[:1]).shape[-1])
 
     def tokens(self, text: str) -> list[int]:
         """Return the tokens of a text."""
@@ -96,10 +111,12 @@ class RealModel:
             ShadowServeError: The layers do not all have keys and values of every token and of one shape.
         """
         with torch.no_grad():
-            cache = self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1).past_key_values
-        pairs: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in cache.layers]
+            answer = self._model(torch.tensor([tokens]), use_cache=True, logits_to_keep=1)
+        layers = getattr(getattr(answer, "past_key_values", None), "layers", [])
+        pairs: list[Any] = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
         shapes = {getattr(each, "shape", None) for pair in pairs for each in pair}
-        if len(shapes) != 1 or (shape := shapes.pop()) is None or shape[2] != len(tokens):
+        sliding = any(getattr(layer, "is_sliding", False) for layer in layers)
+        if sliding or len(shapes) != 1 or (shape := shapes.pop()) is None or shape[2] != len(tokens):
             raise ShadowServeError(f"{self.name} has layers without full attention, or of several shapes")
         kv = torch.stack([torch.stack([each[0].transpose(0, 1) for each in pair]) for pair in pairs])
         return kv.to(torch.bfloat16).float()
@@ -112,6 +129,47 @@ class RealModel:
         logits = self._model(torch.tensor([tokens]), past_key_values=cache).logits[0]
         return logits.float().log_softmax(dim=-1)
 
+    @functools.cached_property
+    def frequencies(self) -> npt.NDArray[np.float64]:
+        """Radians per token of each rotated pair of a head's key: channels ``c`` and ``c + len(frequencies)``.
+
+        It is empty for a model without RoPE.
+
+        Raises:
+            ShadowServeError: They depend on the layer, or on the prompt.
+        """
+        config, why = self._model.config.get_text_config(), ""
+        modules = [each for each in self._model.modules() if any("inv_freq" in name for name in each._buffers)]
+        parameters = getattr(config, "rope_parameters", None) or {}
+        kind = parameters.get("rope_type", "default")
+        if not modules:
+            return np.empty(0)
+        if len(modules) > 1 or not hasattr(modules[0], "inv_freq"):
+            why = "rotates layers in several ways"
+        elif "mrope_section" in parameters:
+            why = "has multimodal rotary positions (mrope)"
+        elif kind not in _STATIC_ROPE:
+            why = f"has rotary positions of the type {kind}; {', '.join(_STATIC_ROPE)} can be un-rotated"
+        if why:
+            raise ShadowServeError(f"{self.name} {why}")
+        found: npt.NDArray[np.float64] = modules[0].inv_freq.double().numpy()
+        return found
+
+    def check_plain(self) -> None:
+        """Check that keys of equal tokens before RoPE are equal at all positions.
+
+        Raises:
+            ShadowServeError: They are not, or the model keeps other things than keys and values.
+        """
+        if getattr(self._model.config.get_text_config(), "kv_lora_rank", None):
+            raise ShadowServeError(f"{self.name} has latent attention (MLA): it keeps no keys and values of heads")
+        if not len(self.frequencies):
+            return
+        with torch.no_grad():
+            keys = self.plain(self.prefill(self.tokens("the")[:1] * _EQUAL_TOKENS))[:, 0]
+        if ((keys - keys[:, :1]).norm(dim=-1) > _EQUAL * keys.norm(dim=-1)).any():
+            raise ShadowServeError(f"{self.name} does not rotate all keys in halves of a head (neighbour pairs?)")
+
     def plain(self, kv: Tensor) -> Tensor:
         """Return KV with keys before RoPE; for a model without RoPE, ``kv``."""
         return self._turned(kv, -1)
@@ -121,16 +179,10 @@ class RealModel:
         return self._turned(plain, 1)
 
     def _turned(self, kv: Tensor, direction: int) -> Tensor:
-        rotary = getattr(self._model.base_model, "rotary_emb", None)
-        if rotary is None:
+        if not (half := len(self.frequencies)):
             return kv
-        cos, sin = (each[0, :, None] for each in rotary(kv, torch.arange(kv.shape[2])[None]))
-        keys, half = kv[:, 0, :, :, : cos.shape[-1]], cos.shape[-1] // 2
-        if not torch.equal(cos[..., :half], cos[..., half:]):
-            return kv  # pairs of neighbours: models such as GLM
-        partners = torch.cat([-keys[..., half:], keys[..., :half]], dim=-1)
-        turned = keys * cos + direction * partners * sin
-        if direction < 0:
-            turned = turned / (cos.square() + sin.square())
-        keys = torch.cat([turned, kv[:, 0, :, :, cos.shape[-1] :]], dim=-1)
+        angles = direction * torch.arange(kv.shape[2]).double()[:, None, None] * torch.from_numpy(self.frequencies)
+        cos, sin = angles.cos().float(), angles.sin().float()
+        first, second, rest = kv[:, 0].split([half, half, kv.shape[-1] - 2 * half], dim=-1)
+        keys = torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
         return torch.stack([keys, kv[:, 1]], dim=1)

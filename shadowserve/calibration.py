@@ -1,0 +1,231 @@
+"""Calibration of a model: steps, centres and rotary frequencies of the ``weighted`` quantizer, as one file.
+
+``shadowserve calibrate`` writes it. It is a safetensors file: ``steps/PRESET`` and ``centres`` are float32 [layers,
+kinds, heads, head size], ``frequencies`` is float64 [rotated pairs of a head], and ``shadowserve`` in the metadata
+describes them as JSON.
+"""
+
+import functools
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve import native
+from shadowserve.errors import ConfigurationError, NotInstalledError, ShadowServeError
+
+PRESETS: Final = ("near_lossless", "small", "tiny")
+"""From the smallest loss to the largest."""
+KINDS: Final = 2
+FILE_BYTES_MAX: Final = 256 << 20
+_VERSION: Final = 1
+_NAME: Final = "shadowserve"
+_HEADER_MAX: Final = 1 << 16
+_TEXT_MAX: Final = 1024
+
+Floats = npt.NDArray[np.float32]
+Range = tuple[int, int]
+"""First, and one behind the last."""
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """Steps and centres of all channels of a model.
+
+    Attributes:
+        steps: For each preset, [layers, kinds, heads, head size]; ``centres`` likewise.
+        frequencies: Radians per token of each rotated pair of a head's key: channel ``c`` and ``c + len(frequencies)``.
+
+    Raises:
+        ValueError: A tensor is missing, or has another shape or type, or a number out of range.
+    """
+
+    model: str
+    architecture: str
+    steps: Mapping[str, Floats]
+    centres: Floats
+    frequencies: npt.NDArray[np.float64]
+
+    def __post_init__(self) -> None:
+        for name, text in (("model", self.model), ("architecture", self.architecture)):
+            if not isinstance(text, str) or len(text) > _TEXT_MAX or not text.isprintable():
+                raise ValueError(f"the {name} is no printable text of up to {_TEXT_MAX} characters")
+        shape = self.centres.shape
+        if len(shape) != 4 or shape[1] != KINDS or not all(shape):
+            raise ValueError(f"centres have the shape {shape}, not [layers, {KINDS}, heads, head size]")
+        for name, array in self._tensors().items():
+            if array.dtype != (np.float64 if name == "frequencies" else np.float32):
+                raise ValueError(f"{name} has the type {array.dtype}")
+            if name != "frequencies" and array.shape != shape:
+                raise ValueError(f"{name} has the shape {array.shape}, centres have {shape}")
+        for preset in PRESETS:
+            try:
+                self._channels(preset, tokens=1)  # checks the numbers
+            except ValueError as error:
+                raise ValueError(f"{preset}: {error}") from error
+
+    @property
+    def layers(self) -> int:
+        return self.centres.shape[0]
+
+    @property
+    def kinds(self) -> int:
+        return self.centres.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.centres.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        return self.centres.shape[3]
+
+    @property
+    def presets(self) -> tuple[str, ...]:
+        return PRESETS
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of names, types, shapes and numbers of the tensors; 32 bytes."""
+        total = hashlib.sha256(f"shadowserve calibration {_VERSION}\n".encode())
+        for name, array in sorted(self._tensors().items()):
+            total.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
+            total.update(array.astype(array.dtype.newbyteorder("<"), order="C").tobytes())
+        return total.digest()
+
+    def shard(self, layers: Range | None = None, heads: Range | None = None) -> "Calibration":
+        """Return the calibration of some layers and heads, such as those of one rank."""
+        cut: list[slice] = [slice(None)] * 4
+        for axis, name, wanted in ((0, "layers", layers), (2, "heads", heads)):
+            count = self.centres.shape[axis]
+            first, end = wanted or (0, count)
+            if not 0 <= first < end <= count:
+                raise ValueError(f"there are no {name} {first} to {end}: the calibration of {self.model} has {count}")
+            cut[axis] = slice(first, end)
+        steps = {preset: array[tuple(cut)] for preset, array in self.steps.items()}
+        return replace(self, steps=steps, centres=self.centres[tuple(cut)])
+
+    def channels(
+        self, preset: str, *, layers: Range | None = None, heads: Range | None = None, tokens: int
+    ) -> native.Channels:
+        """Return the channels of some layers and heads for slices of up to ``tokens`` tokens."""
+        if preset not in self.steps:
+            raise ValueError(f"there is no preset {preset!r}; known: {', '.join(PRESETS)}")
+        return self.shard(layers, heads)._channels(preset, tokens)
+
+    def _channels(self, preset: str, tokens: int) -> native.Channels:
+        rows = self.layers * self.kinds
+        steps, centres = (array.reshape(rows, -1) for array in (self.steps[preset], self.centres))
+        return native.Channels(
+            steps, centres, self.frequencies, kinds=self.kinds, head_length=self.head_size, tokens=tokens
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically.
+
+        Raises:
+            ShadowServeError: It cannot be written, or would be larger than ``FILE_BYTES_MAX``.
+        """
+        tensors = {name: np.ascontiguousarray(array) for name, array in self._tensors().items()}
+        data = _safetensors().save(tensors, {_NAME: json.dumps(self._described())})
+        if len(data) > FILE_BYTES_MAX:
+            raise ShadowServeError(f"{path} would have {len(data):,d} bytes: at most {FILE_BYTES_MAX:,d} can be read")
+        partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise ShadowServeError(f"cannot write {path}: {error.strerror}") from error
+
+    def _tensors(self) -> dict[str, npt.NDArray[Any]]:
+        steps = {f"steps/{preset}": self.steps[preset] for preset in PRESETS}
+        return {**steps, "centres": self.centres, "frequencies": self.frequencies}
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "version": _VERSION,
+            "model": self.model,
+            "architecture": self.architecture,
+            "layers": self.layers,
+            "kinds": self.kinds,
+            "heads": self.heads,
+            "head_size": self.head_size,
+            "rotary_pairs": len(self.frequencies),
+        }
+
+
+def read(path: Path) -> Calibration:
+    """Return the calibration of a file.
+
+    Raises:
+        ConfigurationError: There is no such file, or it is no valid calibration.
+    """
+    package = _safetensors()
+    try:
+        data = _contents(path)
+        described = _description(data)
+        return _parse(described, package.load(data))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the calibration {path}: {error.strerror}") from error
+    except Exception as error:  # the package raises errors of many types for a damaged file
+        reason = " ".join(str(error).split())[:_TEXT_MAX]
+        raise ConfigurationError(f"{path} is no valid calibration: {reason}; run 'shadowserve calibrate'") from error
+
+
+def _contents(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:  # a pipe must not block
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > FILE_BYTES_MAX:
+            raise ValueError(f"it has {status.st_size:,d} bytes, more than {FILE_BYTES_MAX:,d}")
+        return file.read(FILE_BYTES_MAX)
+
+
+def _description(data: bytes) -> dict[str, Any]:
+    """Return the description in a safetensors file, which begins with the length of its header and this as JSON."""
+    length = int.from_bytes(data[:8], "little")
+    if not 0 < length <= min(_HEADER_MAX, len(data) - 8):
+        raise ValueError("it is no safetensors file, or is cut off, or another program wrote it")
+    metadata = dict(json.loads(data[8 : 8 + length])).get("__metadata__")
+    if not isinstance(metadata, dict) or _NAME not in metadata:
+        raise ValueError("another program wrote it")
+    described = dict(json.loads(metadata[_NAME]))
+    if described.get("version") != _VERSION:
+        raise ValueError(f"it has the version {str(described.get('version')):.20}, this build reads {_VERSION}")
+    return described
+
+
+def _parse(described: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> Calibration:
+    names = {f"steps/{preset}": preset for preset in PRESETS}
+    if tensors.keys() != {*names, "centres", "frequencies"}:
+        raise ValueError(f"its tensors are not {', '.join(names)}, centres, frequencies")
+    steps = {preset: tensors[name] for name, preset in names.items()}
+    model, architecture = (described.get(key, "") for key in ("model", "architecture"))
+    found = Calibration(model, architecture, steps, tensors["centres"], tensors["frequencies"])
+    if found._described() != described:
+        raise ValueError("its description does not fit its tensors")
+    return found
+
+
+def _safetensors() -> ModuleType:
+    try:
+        from safetensors import numpy as package
+    except ModuleNotFoundError as error:
+        raise NotInstalledError(
+            "a calibration needs the Python package safetensors, which is not installed", "pip install safetensors"
+        ) from error
+    return package
