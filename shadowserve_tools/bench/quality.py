@@ -3,11 +3,11 @@
 Method: a model reads a long real text (licences, documents, source code). Its cache, rounded to bfloat16, is stored and
 loaded; then the next tokens are scored on top of it. The divergence (Kullback-Leibler, bits a token) compares these
 predictions with those on the cache that was never stored. All treatments see the same windows. Bits are all stored bits
-for each element: codes, scales, tables in streams, exact tokens, manifests and headers. ``binned`` is the product's,
-in real records; baselines count their fixed-width code or ShadowServe's entropy coder, whichever is smaller. fp8 is an
-engine's cache, unscaled. ``weighted`` is an experiment: its steps and tables come from texts that are not scored, and
-its bits are the cross entropy with these tables. Intervals of 95 % are a bootstrap over windows and blocks of 32
-positions.
+for each element: codes, scales, tables in streams, exact tokens, manifests and headers. ``binned`` and ``weighted``
+are real records; the steps of ``weighted`` come from texts that are not scored. "Ideal tables" are the same steps with
+the cross entropy of one table for each channel, learnt once: the distance is what the codec loses. Baselines count
+their fixed-width code or ShadowServe's entropy coder, whichever is smaller. fp8 is an engine's cache, unscaled.
+Intervals of 95 % are a bootstrap over windows and blocks of 32 positions.
 
 Retrieval hides sentences in long texts: one; eight with questions for two (``multi_key``); chains of two assignments
 (``variables``). An answer counts if greedy decoding gives every digit.
@@ -40,7 +40,7 @@ from shadowserve_tools.demo_model import default_model
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, tracked
 
-WEIGHTED, FP8, EXACT = "weighted", "fp8 cache", "lossless"
+WEIGHTED, IDEAL, FP8, EXACT = "weighted", "weighted, ideal tables", "fp8 cache", "lossless"
 ASKED: Final = {EXACT: ("lossless",), FP8: ("E4M3",), "binned": ("64/16",), WEIGHTED: PRESETS}
 """Treatments whose retrieval is measured, by family."""
 BLOCK: Final = 32
@@ -111,7 +111,8 @@ def quality(
     cut = list(_windows(tokens, context + scored, windows))
     if len(cut) < windows:
         raise ShadowServeError(f"the texts have {len(cut)} windows of {context + scored} tokens, not {windows}")
-    families = {**BASELINES, WEIGHTED: treatments(used)}
+    weighted, ideal = treatments(used)
+    families = {**BASELINES, WEIGHTED: weighted, IDEAL: ideal}
     found = [Results(family, name, store) for family, each in families.items() for name, store in each.items()]
     kept: list[Numbers] = []
     with torch.no_grad():
@@ -253,14 +254,15 @@ def _ratios(report: Report, found: Sequence[Results]) -> None:
     fp8 = next(each for each in found if each.family == FP8)
     goals = {"near_lossless": (3.7, None), "small": (2.4, 0.012), "tiny": (1.8, None)}
     for name, (bits, divergence) in goals.items():
-        its = next(each for each in found if each.name == name)
+        its, ideal = (next(each for each in found if (each.family, each.name) == (of, name)) for of in (WEIGHTED, IDEAL))
         report.ratio(f"{name}_bits", [float(np.mean(each)) for each in its.bits], f"at most {bits}")
+        report.ratio(f"{name}_bits_over_ideal", [its.bits_mean / ideal.bits_mean], "none; one table for each channel")
         goal = f"at most {divergence}" if divergence else "none"
         report.ratio(f"{name}_divergence", interval(its.divergence), goal)
         over_fp8 = interval(its.divergence, fp8.divergence)
         report.ratio(f"{name}_kl_over_fp8", over_fp8, "at most 1" if name == "near_lossless" else "none")
         middle = float(np.mean(its.divergence))
-        for family in dict.fromkeys(each.family for each in found if each.family not in (WEIGHTED, EXACT, FP8)):
+        for family in dict.fromkeys(each.family for each in found if each.family not in (WEIGHTED, IDEAL, EXACT, FP8)):
             others = [each for each in found if each.family == family]
             if equal := _bits_at(others, middle):
                 label = "_".join(re.findall("[a-z0-9]+", family.lower()))

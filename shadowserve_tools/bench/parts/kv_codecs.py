@@ -42,25 +42,31 @@ Treatment = Callable[[Tensor, RealModel], Stored]
 """Stores KV of whole chunks and loads it again."""
 
 
-def records(kv: Tensor, codec: native.Codec, **treatment: Any) -> Iterator[bytes]:
-    """Yield the records of KV in bfloat16; ``treatment`` has the quantizer and its bins."""
+def records(
+    kv: Tensor, codec: native.Codec, channels: native.Channels | None = None, **treatment: Any
+) -> Iterator[bytes]:
+    """Yield the records of KV in bfloat16; ``treatment`` has the quantizer and its bins, ``weighted`` needs channels."""
     layers, kinds, _, heads, size = kv.shape
     layout = ChunkLayout(
         dtype=DType.BFLOAT16, layers=layers, kinds=kinds, vector_length=heads * size, tokens=CHUNK_TOKENS, **treatment
     )
-    for chunk in kv.to(torch.bfloat16).split(CHUNK_TOKENS, dim=2):
-        yield record.encode(KEY, codec, layout, chunk.contiguous().view(torch.uint8).numpy().tobytes())
+    for index, chunk in enumerate(kv.to(torch.bfloat16).split(CHUNK_TOKENS, dim=2)):
+        data = chunk.contiguous().view(torch.uint8).numpy().tobytes()
+        yield record.encode(KEY, codec, layout, data, channels=channels, position=index * CHUNK_TOKENS)
 
 
-def as_record(kv: Tensor, _model: RealModel, *, exact: int = 0, **treatment: Any) -> Stored:
+def as_record(
+    kv: Tensor, _model: RealModel, *, exact: int = 0, channels: native.Channels | None = None, **treatment: Any
+) -> Stored:
     """Store chunks as ShadowServe's records; the first tokens are ``exact``, and stored once more."""
     bits, back = np.zeros(tuple(kv.shape[:2])), []
-    for data in records(kv, native.Codec.KVRANS, **treatment):
+    for index, data in enumerate(records(kv, native.Codec.KVRANS, channels, **treatment)):
         header = record.parse_header(data)
         for entry in header.slices:
             bits[entry["layer"], entry["kind"]] += 8 * (int(entry["scales_length"]) + int(entry["encoded_length"]))
         bits += 8 * header.header_length / bits.size
-        elements = torch.frombuffer(record.decode(data, KEY, header.layout), dtype=torch.bfloat16)
+        decoded = record.decode(data, KEY, header.layout, channels=channels, position=index * CHUNK_TOKENS)
+        elements = torch.frombuffer(decoded, dtype=torch.bfloat16)
         back.append(elements.view(*kv.shape[:2], CHUNK_TOKENS, *kv.shape[3:]).float())
     loaded = torch.cat(back, dim=2)
     loaded[:, :, :exact] = kv[:, :, :exact]

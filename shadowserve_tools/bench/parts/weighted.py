@@ -1,11 +1,16 @@
-"""The ``weighted`` quantizer with one table of frequencies for each channel, and escapes outside of it: a measure."""
+"""The ``weighted`` quantizer as records of ShadowServe, and with ideal tables: a measure of what the codec loses."""
 
+import functools
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from shadowserve_tools.bench.parts.kv_codecs import EXACT_TOKENS, HEADER_BYTES, SLICE_BYTES, Stored, Treatment
+from shadowserve import native
+from shadowserve.chunk import Quantizer
+from shadowserve_tools.bench.parts.kv_codecs import (
+    EXACT_TOKENS, HEADER_BYTES, SLICE_BYTES, Stored, Treatment, as_record,
+)  # fmt: skip
 from shadowserve_tools.bench.parts.real_model import CHUNK_TOKENS, RealModel
 from shadowserve_tools.calibrate.steps import SYMBOL_MAX, WIDTH, Measured, learn, rounded, symbol_counts, symbols
 
@@ -19,15 +24,32 @@ LANE_BITS: Final = 64 * 16
 OUTSIDE_BITS: Final = 16
 
 
-def treatments(model: RealModel) -> dict[str, Treatment]:
-    """Calibrate; return the presets and points between them, from the smallest loss on."""
+def treatments(model: RealModel) -> tuple[dict[str, Treatment], dict[str, Treatment]]:
+    """Calibrate; return the presets and points between them, from the smallest loss on: as records, and ideal."""
     found, coarse = learn(model)
     coarse |= {name: found.for_bits(bits) for name, bits in BITS.items()}
-    return {name: Weighted(found, each) for name, each in sorted(coarse.items(), key=lambda item: item[1])}
+    coarse = dict(sorted(coarse.items(), key=lambda item: item[1]))
+    records: dict[str, Treatment] = {
+        name: functools.partial(as_record, quantizer=Quantizer.WEIGHTED, channels=channels(found, each, model))
+        for name, each in coarse.items()
+    }
+    return records, {name: IdealTables(found, each) for name, each in coarse.items()}
 
 
-class Weighted:
-    """Stores with steps and tables of a calibration."""
+def channels(found: Measured, coarse: float, model: RealModel) -> native.Channels:
+    """Return the steps of all layers for records of the whole model."""
+    steps, centres = (each.flatten(0, 1).numpy() for each in (found.steps(coarse), found.centres))
+    return native.Channels(
+        steps, centres, model.frequencies, kinds=found.centres.shape[1], head_length=model.head_size,
+        tokens=CHUNK_TOKENS,
+    )  # fmt: skip
+
+
+class IdealTables:
+    """Stores with one table of frequencies for each channel, learnt once, and an ideal coder.
+
+    Elements outside of a table are exact.
+    """
 
     def __init__(self, found: Measured, coarse: float) -> None:
         self._steps, self._centres = found.steps(coarse), found.centres
