@@ -256,7 +256,8 @@ def _ratios(report: Report, found: Sequence[Results]) -> None:
     for name, (bits, divergence) in goals.items():
         its, ideal = (next(each for each in found if (each.family, each.name) == (of, name)) for of in (WEIGHTED, IDEAL))
         report.ratio(f"{name}_bits", [float(np.mean(each)) for each in its.bits], f"at most {bits}")
-        report.ratio(f"{name}_bits_over_ideal", [its.bits_mean / ideal.bits_mean], "none; a table for each channel")
+        over_ideal = its.bits_mean / ideal.bits_mean
+        report.ratio(f"{name}_bits_over_ideal", [over_ideal], "none; one table for each channel")
         goal = f"at most {divergence}" if divergence else "none"
         report.ratio(f"{name}_divergence", interval(its.divergence), goal)
         over_fp8 = interval(its.divergence, fp8.divergence)
