@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from shadowserve_tools.bench.parts import weighted
 from shadowserve_tools.bench.parts.kv_codecs import BASELINES
 from shadowserve_tools.bench.parts.needles import contexts
 from shadowserve_tools.bench.parts.real_model import RealModel
+from shadowserve_tools.bench.parts.weighted import Weighted
 from shadowserve_tools.bench.quality import interval
+from shadowserve_tools.calibrate.steps import Measured
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TOKENS = 512
@@ -67,8 +68,8 @@ def test_keys_before_rope_come_back_and_do_not_depend_on_the_position(model: Rea
 
 def test_weighted_keeps_first_tokens_and_outliers_exactly(model: RealModel, window: list[int], stored: Any) -> None:
     kv, found = stored
-    weighted_ = weighted.Calibration(torch.ones(*kv.shape[:2], kv[0, 0, 0].numel()), model.plain(kv).flatten(3))
-    store = weighted.Weighted(weighted_, weighted_.for_bits(3.0))
+    measured = Measured(torch.ones(*kv.shape[:2], kv[0, 0, 0].numel()), model.plain(kv).flatten(3))
+    store = Weighted(measured, measured.for_bits(3.0))
     changed = kv.clone()
     changed[2, 1, 300, 0, 5] = 1000.0
     with torch.no_grad():
