@@ -75,19 +75,19 @@ class Calibration:
 
     @property
     def layers(self) -> int:
-        return self.centres.shape[0]
+        return int(self.centres.shape[0])
 
     @property
     def kinds(self) -> int:
-        return self.centres.shape[1]
+        return int(self.centres.shape[1])
 
     @property
     def heads(self) -> int:
-        return self.centres.shape[2]
+        return int(self.centres.shape[2])
 
     @property
     def head_size(self) -> int:
-        return self.centres.shape[3]
+        return int(self.centres.shape[3])
 
     @property
     def presets(self) -> tuple[str, ...]:

@@ -27,7 +27,7 @@ def calibrate(model: Path, output: Path, force: bool, as_json: bool) -> None:
     engines of a model need the same file: its digest is part of the keys of records.
 
     \b
-    A calibration of 135 million parameters takes DURATION on two cores; time and memory grow with the model:
+    A calibration of 135 million parameters takes one minute on two cores; time and memory grow with the model:
         shadowserve calibrate ./SmolLM2-135M-Instruct --output smollm2.calibration
 
     The model needs full attention in all layers, keys and values of one shape, and rotary positions in halves of a

@@ -101,10 +101,18 @@ def learn(model: RealModel) -> tuple[Measured, dict[str, float]]:
 
 
 def artefact(model: RealModel, found: Measured, coarse: dict[str, float]) -> Calibration:
-    """Return the calibration for a file."""
+    """Return the calibration for a file.
+
+    Raises:
+        ShadowServeError: A number of it is out of range.
+    """
     shape = (*found.centres.shape[:2], -1, model.head_size)
     steps = {preset: found.steps(each).view(shape).numpy() for preset, each in coarse.items()}
-    return Calibration(model.name, model.architecture, steps, found.centres.view(shape).numpy(), model.frequencies)
+    centres = found.centres.view(shape).numpy()
+    try:
+        return Calibration(model.name, model.architecture, steps, centres, model.frequencies)
+    except ValueError as error:
+        raise ShadowServeError(f"{model.name} cannot be calibrated: {error}") from error
 
 
 def measure(model: RealModel, windows: Sequence[list[int]]) -> Measured:
@@ -135,18 +143,18 @@ def _feeling(
     return total / (passes * SCORED_TOKENS * len(windows))
 
 
-@torch.no_grad()
 def _near_lossless(model: RealModel, found: Measured, windows: Sequence[list[int]]) -> float:
     """Return ``coarse`` whose divergence is a share of an fp8 cache's."""
     tried = [found.for_bits(bits) for bits in (4.2, 3.7, 3.2, 2.7)]
     lost = np.zeros(1 + len(tried))
-    for window in tracked(windows, "calibrating, 3 of 3"):
-        kv, scored = model.prefill(window[:LEARNT_TOKENS]), window[LEARNT_TOKENS:]
-        exact = model.predict(kv, scored)
-        for index in range(len(lost)):
-            back = rounded(kv, model, found.centres, found.steps(tried[index - 1])) if index else fp8(kv, model).kv
-            other = model.predict(back, scored)
-            lost[index] += float((exact.exp() * (exact - other)).sum(dim=-1).mean())
+    with torch.no_grad():
+        for window in tracked(windows, "calibrating, 3 of 3"):
+            kv, scored = model.prefill(window[:LEARNT_TOKENS]), window[LEARNT_TOKENS:]
+            exact = model.predict(kv, scored)
+            for index in range(len(lost)):
+                back = rounded(kv, model, found.centres, found.steps(tried[index - 1])) if index else fp8(kv, model).kv
+                other = model.predict(back, scored)
+                lost[index] += float((exact.exp() * (exact - other)).sum(dim=-1).mean())
     return float(np.exp(np.interp(np.log(SHARE_OF_FP8 * lost[0]), np.log(lost[1:]), np.log(tried))))
 
 
