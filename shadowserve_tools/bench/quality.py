@@ -254,7 +254,8 @@ def _ratios(report: Report, found: Sequence[Results]) -> None:
     fp8 = next(each for each in found if each.family == FP8)
     goals = {"near_lossless": (3.7, None), "small": (2.4, 0.012), "tiny": (1.8, None)}
     for name, (bits, divergence) in goals.items():
-        its, ideal = (next(each for each in found if (each.family, each.name) == (of, name)) for of in (WEIGHTED, IDEAL))
+        its = next(each for each in found if (each.family, each.name) == (WEIGHTED, name))
+        ideal = next(each for each in found if (each.family, each.name) == (IDEAL, name))
         report.ratio(f"{name}_bits", [float(np.mean(each)) for each in its.bits], f"at most {bits}")
         over_ideal = its.bits_mean / ideal.bits_mean
         report.ratio(f"{name}_bits_over_ideal", [over_ideal], "none; one table for each channel")

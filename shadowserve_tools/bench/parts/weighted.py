@@ -9,7 +9,12 @@ import torch
 from shadowserve import native
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.parts.kv_codecs import (
-    EXACT_TOKENS, HEADER_BYTES, SLICE_BYTES, Stored, Treatment, as_record,
+    EXACT_TOKENS,
+    HEADER_BYTES,
+    SLICE_BYTES,
+    Stored,
+    Treatment,
+    as_record,
 )  # fmt: skip
 from shadowserve_tools.bench.parts.real_model import CHUNK_TOKENS, RealModel
 from shadowserve_tools.calibrate.steps import SYMBOL_MAX, WIDTH, Measured, learn, rounded, symbol_counts, symbols
