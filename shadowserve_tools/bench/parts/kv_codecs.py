@@ -45,7 +45,7 @@ Treatment = Callable[[Tensor, RealModel], Stored]
 def records(
     kv: Tensor, codec: native.Codec, channels: native.Channels | None = None, **treatment: Any
 ) -> Iterator[bytes]:
-    """Yield the records of KV in bfloat16; ``treatment`` has the quantizer and its bins, ``weighted`` needs channels."""
+    """Yield the records of KV in bfloat16; ``treatment`` has the quantizer and its bins."""
     layers, kinds, _, heads, size = kv.shape
     layout = ChunkLayout(
         dtype=DType.BFLOAT16, layers=layers, kinds=kinds, vector_length=heads * size, tokens=CHUNK_TOKENS, **treatment
