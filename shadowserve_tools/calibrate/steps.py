@@ -35,6 +35,8 @@ NOISE: Final = 0.5
 NOISE_BITS: Final = 2.4
 """Size at which calibration measures again, with the errors of these steps."""
 SYMBOL_MAX: Final = 127
+REACH: Final = 120
+"""Steps from the centre to the farthest sample, at most."""
 WIDTH: Final = 2 * SYMBOL_MAX + 3
 """Symbols, and an escape on either side."""
 
@@ -57,8 +59,16 @@ class Measured:
         return self.samples.mean(dim=2)
 
     def steps(self, coarse: float) -> Tensor:
-        """Return the steps; twice ``coarse`` costs one bit an element less and has four times the loss."""
-        return coarse * self.feeling.clamp_min(1e-30).rsqrt()
+        """Return the steps; twice ``coarse`` costs one bit an element less and has four times the loss.
+
+        All samples are within ``REACH`` steps: one element beyond ``SYMBOL_MAX`` makes all channels of a token exact.
+        """
+        return torch.maximum(coarse * self.feeling.clamp_min(1e-30).rsqrt(), self._least)
+
+    @functools.cached_property
+    def _least(self) -> Tensor:
+        layers = zip(self.samples, self.centres, strict=True)
+        return torch.stack([(its - centre[:, None]).abs().amax(dim=1) for its, centre in layers]) / REACH
 
     def for_bits(self, bits: float) -> float:
         """Return ``coarse`` so that samples have this entropy."""
