@@ -35,8 +35,9 @@ NOISE: Final = 0.5
 NOISE_BITS: Final = 2.4
 """Size at which calibration measures again, with the errors of these steps."""
 SYMBOL_MAX: Final = 127
-REACH: Final = 120
-"""Steps from the centre to the farthest sample, at most."""
+REACH: Final = 60
+"""Steps from the centre to the farthest sample, at most. With more, one channel costs low bits in all channels of its
+slice: near_lossless on SmolLM2 has 3.65 bits with 120, 3.58 with 60, at the same divergence."""
 WIDTH: Final = 2 * SYMBOL_MAX + 3
 """Symbols, and an escape on either side."""
 
