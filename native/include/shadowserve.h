@@ -161,17 +161,15 @@ SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype d
                                     const void *scales, size_t vectors, size_t vector_length, void *target);
 
 /*
- * Steps of a group's channels, for SS_QUANTIZER_WEIGHTED: a calibration of the model makes them, and records do not
- * have them. A row is one layer and kind. All numbers are finite, and steps positive. Keys, the first kind, may be
- * rotated by position: in each head, channel c with channel c + 'pairs', for c < 'pairs'.
+ * Steps of a group's channels, for SS_QUANTIZER_WEIGHTED; records do not have them. A row is one layer and kind.
+ * Numbers are finite, steps positive. Keys, the first kind, may be rotated: channel c of a head with c + 'pairs'.
  */
 struct ss_channels {
     const float *steps;        /* rows x vector_length */
     const float *centres;      /* rows x vector_length */
     const double *frequencies; /* radians per token, of each pair; NULL without pairs */
-    const float *turns; /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
-    uint32_t rows;      /* layers x kinds */
-    uint32_t kinds;
+    const float *turns;   /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
+    uint32_t rows, kinds; /* rows: layers x kinds */
     uint32_t vector_length;
     uint32_t head_length; /* channels of a head, at most 1024 */
     uint32_t pairs;       /* rotated pairs of each head; 0: none */
@@ -186,7 +184,6 @@ SS_API size_t ss_weighted_exact_max(enum ss_dtype dtype, size_t vectors, size_t 
  * the channel's centre. 'row' is layer * kinds + kind, 'position' that of the first vector in its prompt. Vectors with
  * an element that is not finite or more than 127 steps away, and those of positions 0 to 3, are stored exactly: 'exact'
  * has room for ss_weighted_exact_max() bytes, of which '*exact_length' are written. Float16, bfloat16 and float32 only.
- * Every ISA variant writes the same bytes.
  */
 SS_API enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
                                            uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
@@ -199,10 +196,8 @@ SS_API enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct s
 
 /* Description of the elements that a stream's symbols become, and their target. */
 struct ss_elements {
-    const void
-        *scales;  /* binned: one float for every 'scale_vectors' vectors; weighted: exact vectors; may be unaligned
-                   */
-    void *target; /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
+    const void *scales; /* binned: a float for every 'scale_vectors' vectors; weighted: exact vectors; any alignment */
+    void *target;       /* vectors * vector_length elements; may be unaligned, but is faster at multiples of 64 bytes */
     size_t vectors;
     size_t vector_length;
     size_t scale_vectors; /* binned: vectors that share a scale; the last scale may have fewer; else 1 */
@@ -210,8 +205,7 @@ struct ss_elements {
     enum ss_dtype dtype;
     const struct ss_channels *channels; /* weighted only, as the following fields */
     size_t scales_length;               /* bytes */
-    uint32_t row;
-    uint32_t position;
+    uint32_t row, position;
 };
 
 /*
@@ -233,8 +227,7 @@ SS_API void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const
 struct ss_slice {
     uint64_t offset;         /* of the stored bytes, from the first byte of the piece's body */
     uint64_t memory_offset;  /* of the dequantized bytes, from the first byte of the group's memory */
-    uint32_t scales_length;  /* bytes: 4 for each scale of binned, the exact vectors of weighted (before encoding: their
-                                most), else 0 */
+    uint32_t scales_length;  /* bytes: binned 4 for each scale; weighted its exact vectors, to encode their most */
     uint32_t encoded_length; /* bytes */
     uint32_t decoded_length; /* bytes of symbols */
     uint32_t checksum;       /* CRC-32 of the stored bytes */
