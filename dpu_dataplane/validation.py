@@ -14,7 +14,7 @@ from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__
-from shadowserve.chunk import TOKENS_MAX, ChunkLayout
+from shadowserve.chunk import TOKENS_MAX, ChunkLayout, Quantizer
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
@@ -250,9 +250,12 @@ class Validator:
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         try:
-            return layout_from_message(layout)
+            converted = layout_from_message(layout)
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
+        if converted.quantizer is Quantizer.WEIGHTED:
+            raise InvalidCall("layout: quantizer is weighted; calls do not carry its steps: use lossless or binned")
+        return converted
 
     def layouts(self, layouts: Sequence[pb.ChunkLayout]) -> list[ChunkLayout]:
         _count("layouts", len(layouts), 1, _LAYOUTS_MAX)
