@@ -7,8 +7,8 @@ Objects' bytes take no part: they are verified when they are read. Then a node l
 its index objects, which are in memory here, after the list: with a segment in each object.
 
 Prediction: 145 MB of metadata take 0.1 s to read and 0.1 s to check; inserting takes 0.5 s, order and extents as much
-again: 1 s for a million records, 1.5 s for named keys. A bucket: 7 s for a million
-records, nearly all for its 250,000 objects, in Python.
+again: 1 s for a million records, 1.5 s for named keys. A bucket: 7 s for a million records,
+nearly all for its 250,000 objects, in Python.
 """
 
 import itertools

@@ -17,14 +17,14 @@ from shadowserve.errors import ShadowServeError
     "--output", "-o", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), required=True,
     help="File for the calibration, in the safetensors format.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="Replace an existing file. Records of the old one become misses.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def calibrate(model: Path, output: Path, force: bool, as_json: bool) -> None:
     """Learn the steps of the 'weighted' quantizer for MODEL, a folder in Hugging Face's format.
 
     A step says how coarsely a channel of keys or values may be rounded, from what it changes in the model's
-    predictions. The texts come with Python. The file has steps for all presets: near_lossless, small and tiny. All
-    engines of a model need the same file: its digest is part of the keys of records.
+    predictions. The texts come with Python. The file has steps for all presets: near_lossless, small and tiny.
+    Engines cannot use it yet: bench quality measures what such steps lose and save.
 
     \b
     A calibration of 135 million parameters takes one minute on two cores; time and memory grow with the model:

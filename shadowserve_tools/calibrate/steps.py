@@ -1,11 +1,11 @@
-"""Steps of the ``weighted`` quantizer by what predictions feel, learnt once per model.
+"""Steps of the ``weighted`` quantizer from the Fisher information of each channel, learnt once per model.
 
 Keys are un-rotated. Each channel of a layer, kind and head has one uniform step, without a scale per token.
 
 Calibration measures the Fisher information of every channel: the mean square of the gradient of the logarithm of a
 sampled prediction. Half of it times the square of an error is the divergence, so steps are inverse to its root, which
 also shares the loss among layers. It is measured with errors of the size that quantizing makes: a head that attends to
-the first token alone seems to feel nothing, until errors of keys move its attention.
+the first token alone has no Fisher information until errors of keys move its attention.
 """
 
 import functools
@@ -47,11 +47,11 @@ class Measured:
     """Measurements of a model, [layers, kinds, channels].
 
     Attributes:
-        feeling: Fisher information of one prediction, for an element.
+        fisher: Fisher information of one prediction, for an element.
         samples: Plain KV [layers, kinds, tokens, channels].
     """
 
-    feeling: Tensor
+    fisher: Tensor
     samples: Tensor
 
     @functools.cached_property
@@ -64,7 +64,7 @@ class Measured:
 
         All samples are within ``REACH`` steps: one element beyond ``SYMBOL_MAX`` makes all channels of a token exact.
         """
-        return torch.maximum(coarse * self.feeling.clamp_min(1e-30).rsqrt(), self._least)
+        return torch.maximum(coarse * self.fisher.clamp_min(1e-30).rsqrt(), self._least)
 
     @functools.cached_property
     def _least(self) -> Tensor:
@@ -87,7 +87,7 @@ class Measured:
     def _curve(self) -> tuple[list[float], list[float]]:
         """Entropies in bits, ascending, and the logarithms of ``coarse`` that have them."""
         spread = self.samples[:, :, :: max(1, self.samples.shape[2] // 800)].std(dim=2).clamp_min(1e-6)
-        middle = float((spread * self.feeling.clamp_min(1e-30).sqrt()).log().mean())
+        middle = float((spread * self.fisher.clamp_min(1e-30).sqrt()).log().mean())
         coarse = [middle + 0.5 * step for step in range(4, -8, -1)]
         return [self.bits(math.exp(each)) for each in coarse], coarse
 
@@ -132,12 +132,12 @@ def measure(model: RealModel, windows: Sequence[list[int]]) -> Measured:
         cached = [model.plain(model.prefill(window[:-SCORED_TOKENS])) for window in tracked(windows, "reading texts")]
     samples = torch.cat([kv[:, :, EXACT_TOKENS:].flatten(3) for kv in cached], dim=2)
     noise = NOISE * samples.std(dim=2)
-    found = Measured(_feeling(model, windows[::WINDOWS], cached[::WINDOWS], noise, "calibrating, 1 of 3"), samples)
+    found = Measured(_fisher(model, windows[::WINDOWS], cached[::WINDOWS], noise, "calibrating, 1 of 3"), samples)
     steps = found.steps(found.for_bits(NOISE_BITS))
-    return Measured(_feeling(model, windows, cached, steps, "calibrating, 2 of 3"), samples)
+    return Measured(_fisher(model, windows, cached, steps, "calibrating, 2 of 3"), samples)
 
 
-def _feeling(
+def _fisher(
     model: RealModel, windows: Sequence[list[int]], cached: Sequence[Tensor], noise: Tensor, label: str, passes: int = 2
 ) -> Tensor:
     """Return the Fisher information at plain KV with uniform noise of these widths."""

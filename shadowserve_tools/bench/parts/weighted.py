@@ -15,7 +15,7 @@ from shadowserve_tools.bench.parts.kv_codecs import (
     Stored,
     Treatment,
     as_record,
-)  # fmt: skip
+)
 from shadowserve_tools.bench.parts.real_model import CHUNK_TOKENS, RealModel
 from shadowserve_tools.calibrate.steps import SYMBOL_MAX, WIDTH, Measured, learn, rounded, symbol_counts, symbols
 
