@@ -151,16 +151,17 @@ class ChunkLayout:
     def scales_bytes(self, tokens: _Tokens) -> _Tokens:
         """Return the size of the scales of slices, by their tokens, in bytes; of ``weighted``: their largest size.
 
-        Before its symbols, a slice of ``weighted`` has the number of exact tokens, their indexes, and their elements.
+        Before its symbols, a slice of ``weighted`` has its position, the number of exact tokens, their indexes, and
+        their elements.
         """
         if self.quantizer is Quantizer.WEIGHTED:
-            return 4 * (1 + (tokens + 1) // 2) + tokens * self.vector_length * self.dtype.itemsize
+            return 4 * (2 + (tokens + 1) // 2) + tokens * self.vector_length * self.dtype.itemsize
         return -(-tokens // self.scale_tokens) * (4 if self.quantizer is Quantizer.BINNED else 0)
 
     def scales_fit(self, lengths: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Return for each slice whether its scales can have this size."""
         if self.quantizer is Quantizer.WEIGHTED:
-            return (lengths >= 4) & (lengths <= self.scales_bytes(tokens))
+            return (lengths >= 8) & (lengths <= self.scales_bytes(tokens))
         return np.equal(lengths, self.scales_bytes(tokens))
 
     def bins_of(self, kinds: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:

@@ -393,8 +393,10 @@ def encode(
     return encode_header(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
-def _place(layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int) -> native.Place | None:
-    """Return the channels of a slice, and its position; None unless the layout is ``weighted``."""
+def _place(
+    layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int = 0
+) -> native.Place | None:
+    """Return the channels of a slice of a chunk at a position; None unless the layout is ``weighted``."""
     if layout.quantizer is not Quantizer.WEIGHTED:
         return None
     if channels is None:
@@ -403,10 +405,8 @@ def _place(layout: ChunkLayout, entry: Any, channels: native.Channels | None, po
     return native.Place(channels, row, position + int(entry["token_first"]))
 
 
-def decode(
-    data: Data, key: bytes, layout: ChunkLayout, *, channels: native.Channels | None = None, position: int = 0
-) -> bytearray:
-    """Return the KV of a record in its layout, after all checks. ``channels``, ``position``: as for :func:`encode`.
+def decode(data: Data, key: bytes, layout: ChunkLayout, *, channels: native.Channels | None = None) -> bytearray:
+    """Return the KV of a record in its layout, after all checks. ``channels``: as for :func:`encode`.
 
     Raises:
         NotARecordError, CorruptRecordError, MismatchError: The record is invalid, has another key or layout, or has a
@@ -429,7 +429,7 @@ def decode(
             raise CorruptRecordError(f"a slice of record {key.hex()} does not decode: {error}") from error
         if native.crc32(symbols) != entry["decoded_crc32"]:
             raise CorruptRecordError(f"a slice of record {key.hex()} decodes to other bytes than were stored")
-        kv += _dequantize(header, entry, symbols, scales, _place(layout, entry, channels, position))
+        kv += _dequantize(header, entry, symbols, scales, _place(layout, entry, channels))
     return kv
 
 

@@ -57,7 +57,7 @@ static void weighted(enum ss_dtype dtype, const uint8_t *data, size_t size, size
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
         uint8_t *elements = bytes_make(elements_size);
         if (ss_isa_force(isa) == SS_OK) {
-            enum ss_result result = ss_dequantize_weighted(dtype, &channels, 0, 0, data, data + symbols_size,
+            enum ss_result result = ss_dequantize_weighted(dtype, &channels, 0, data, data + symbols_size,
                                                            size - symbols_size, vectors, elements);
             if (isa == SS_ISA_SCALAR) {
                 wanted = result;

@@ -181,9 +181,9 @@ SS_API size_t ss_weighted_exact_max(enum ss_dtype dtype, size_t vectors, size_t 
 
 /*
  * ss_quantize_weighted() turns vectors of one slice into symbols, one int8 for each element: the number of steps from
- * the channel's centre. 'row' is layer * kinds + kind, 'position' that of the first vector in its prompt. Vectors with
- * an element that is not finite or more than 127 steps away, and those of positions 0 to 3, are stored exactly: 'exact'
- * has room for ss_weighted_exact_max() bytes, of which '*exact_length' are written. Float16, bfloat16 and float32 only.
+ * the channel's centre. 'row' is layer * kinds + kind, 'position' that of the first vector in its prompt. 'exact' has
+ * room for ss_weighted_exact_max() bytes. '*exact_length' are written: the position, and exact vectors, which are those
+ * of positions 0 to 3, or with an element that is not finite or over 127 steps away. Only 16- and 32-bit floats.
  */
 SS_API enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
                                            uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
@@ -191,8 +191,8 @@ SS_API enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_
 
 /* ss_dequantize_weighted() is the inverse. Fails with SS_BAD_DATA for damaged exact vectors. */
 SS_API enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
-                                             uint32_t position, const uint8_t *symbols, const void *exact,
-                                             size_t exact_length, size_t vectors, void *target);
+                                             const uint8_t *symbols, const void *exact, size_t exact_length,
+                                             size_t vectors, void *target);
 
 /* Description of the elements that a stream's symbols become, and their target. */
 struct ss_elements {
@@ -205,7 +205,7 @@ struct ss_elements {
     enum ss_dtype dtype;
     const struct ss_channels *channels; /* weighted only, as the following fields */
     size_t scales_length;               /* bytes */
-    uint32_t row, position;
+    uint32_t row;
 };
 
 /*
@@ -235,7 +235,7 @@ struct ss_slice {
     uint32_t vectors;        /* tokens in the slice */
     uint32_t bins;           /* binned: number of bins, for ss_pipeline_encode(); a fetch ignores it */
     uint32_t row;            /* weighted: row of the group's channels */
-    uint32_t position;       /* weighted: position of the first vector in its prompt */
+    uint32_t position;       /* weighted: position of the first vector in its prompt; a fetch ignores it */
 };
 
 /* Source of a piece's body, in a fetch. */

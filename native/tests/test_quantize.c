@@ -220,8 +220,7 @@ static void check_weighted(enum ss_dtype dtype, size_t vectors, uint32_t heads, 
                           SS_OK &&
                       exact_length <= most,
                   "%s", isa_names[isa]);
-            CHECK(ss_dequantize_weighted(dtype, &channels, row, 2, made, exact, exact_length, vectors, decoded) ==
-                      SS_OK,
+            CHECK(ss_dequantize_weighted(dtype, &channels, row, made, exact, exact_length, vectors, decoded) == SS_OK,
                   "%s", isa_names[isa]);
             if (isa == SS_ISA_SCALAR) {
                 lengths[row] = exact_length;

@@ -64,11 +64,11 @@ class Channels:
 
 
 class Place(NamedTuple):
-    """Row of the channels of a slice, and the position of its first token in its prompt."""
+    """Row of the channels of a slice, and, to quantize it, the position of its first token in its prompt."""
 
     channels: Channels
     row: int
-    position: int
+    position: int = 0
 
 
 def _numbers(name: str, values: ArrayLike, dtype: Any, dimensions: int) -> NDArray[Any]:

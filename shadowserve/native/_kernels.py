@@ -163,7 +163,7 @@ def quantize(
     scale_vectors: int = 1,
     place: Place | None = None,
 ) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    """Turn ``vectors * vector_length`` elements into symbols and scales (weighted: exact vectors; else none).
+    """Turn ``vectors * vector_length`` elements into symbols and scales (weighted: position and exact vectors).
 
     ``bins`` is even, 4 to 256. The last scale may have fewer than ``scale_vectors`` vectors. ``place`` is for weighted.
     NativeError with ``Result.NOT_FINITE``: a value to bin is infinite or NaN.
@@ -265,7 +265,7 @@ def _unweigh(
     place: Place | None,
     out: "WriteableBuffer | None",
 ) -> NDArray[np.uint8]:
-    channels, row, position = _check_place(place, vector_length)
+    channels, row, _ = _check_place(place, vector_length)
     size = vectors * vector_length * dtype.itemsize
     target = np.empty(size, dtype=np.uint8) if out is None else np.frombuffer(out, dtype=np.uint8)
     _check_size("out", target.nbytes, size)
@@ -275,9 +275,7 @@ def _unweigh(
     ):
         _check_size("symbols", len(source), vectors * vector_length)
         elements = ffi.from_buffer("uint8_t[]", target, True)
-        result = lib.ss_dequantize_weighted(
-            dtype, channels.struct, row, position, source, side, len(side), vectors, elements
-        )
+        result = lib.ss_dequantize_weighted(dtype, channels.struct, row, source, side, len(side), vectors, elements)
         check(result, f"dequantizing {vectors} x {vector_length} {dtype.label} elements (weighted)")
     return target
 

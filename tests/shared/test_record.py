@@ -294,7 +294,7 @@ def test_a_weighted_record_is_read_with_the_steps_that_it_was_written_with() -> 
     channels = channels_of(layout, 0.1)
     for position, exact in ((0, [0, 1, 2, 3]), (512, [])):
         data = encode(KEY, Codec.KVRANS, layout, values.tobytes(), channels=channels, position=position)
-        back = np.frombuffer(decode(data, KEY, layout, channels=channels, position=position), np.float32)
+        back = np.frombuffer(decode(data, KEY, layout, channels=channels), np.float32)
         with np.errstate(invalid="ignore"):  # infinity less infinity
             error = np.abs(back.reshape(values.shape) - values)
         assert np.nanmax(error) <= 0.05 * 2**0.5 * 1.001 and np.nanmax(error) > 0.03
@@ -302,7 +302,7 @@ def test_a_weighted_record_is_read_with_the_steps_that_it_was_written_with() -> 
         assert not error[:, :, exact].any()
         with pytest.raises(ValueError, match="steps of its channels"):
             decode(data, KEY, layout)
-    other = np.frombuffer(decode(data, KEY, layout, channels=channels_of(layout, 0.2), position=512), np.float32)
+    other = np.frombuffer(decode(data, KEY, layout, channels=channels_of(layout, 0.2)), np.float32)
     finite = np.isfinite(back)
     assert not np.allclose(other[finite], back[finite])
 
@@ -313,8 +313,8 @@ def test_a_weighted_record_with_a_damaged_number_of_exact_tokens_is_corrupt() ->
     data = bytearray(encode(KEY, Codec.NONE, layout, bytes(layout.raw_bytes), channels=channels))
     header = parse_header(data)
     begin = header.header_length
-    assert data[begin : begin + 4] == b"\4\0\0\0"
-    data[begin] = 5
+    assert data[begin + 4 : begin + 8] == b"\4\0\0\0"
+    data[begin + 4] = 5
     manifest = header.manifest.copy()
     manifest["checksum"] = native.crc32(data[begin:])
     damaged = encode_header(KEY, Codec.NONE, layout, manifest) + bytes(data[begin:])

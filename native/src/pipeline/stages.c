@@ -123,8 +123,7 @@ static struct ss_elements item_elements(const struct ss_pipeline *pipeline, cons
                                          .dtype = group->dtype,
                                          .channels = group->channels,
                                          .scales_length = item_slice(pipeline, item)->scales_length,
-                                         .row = item_slice(pipeline, item)->row,
-                                         .position = item_slice(pipeline, item)->position};
+                                         .row = item_slice(pipeline, item)->row};
     return elements;
 }
 

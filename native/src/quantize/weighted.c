@@ -6,7 +6,10 @@
  * angles first, so that a channel has the same spread at every position. Vectors that the steps do not fit are stored
  * as they are, before the symbols:
  *
- *   uint32 count | count x uint16 vector, ascending | zeros up to a multiple of 4 bytes | count x elements
+ *   uint32 position | uint32 count | count x uint16 vector, ascending | zeros up to a multiple of 4 bytes |
+ *   count x elements
+ *
+ * The position is that of the first vector in its prompt.
  */
 #include "quantize/weighted.h"
 
@@ -14,8 +17,10 @@
 
 enum { SINKS = 4 }; /* first tokens of a prompt: most heads attend to them */
 
+enum { NAMES = 2 * sizeof(uint32_t) }; /* offset of the exact vectors' numbers */
+
 static size_t names_bytes(size_t count) {
-    return sizeof(uint32_t) + (count + 1) / 2 * 4;
+    return NAMES + (count + 1) / 2 * 4;
 }
 
 static int takes(enum ss_dtype dtype) {
@@ -96,14 +101,15 @@ enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channel
         slice_at(&slice, vector);
         if (slice.kernels->weigh[dtype](&slice.by, elements, its) != 0 || position + vector < SINKS) {
             memset(its, 0, length);
-            ss_store16(side + sizeof count, count++, (uint16_t)vector);
+            ss_store16(side + NAMES, count++, (uint16_t)vector);
         }
     }
-    ss_store32(side, 0, count);
-    memset(side + sizeof count + 2 * (size_t)count, 0, names_bytes(count) - sizeof count - 2 * (size_t)count);
+    ss_store32(side, 0, position);
+    ss_store32(side, 1, count);
+    memset(side + NAMES + 2 * (size_t)count, 0, names_bytes(count) - NAMES - 2 * (size_t)count);
     for (size_t index = 0; index < count; index++) {
         memcpy(side + names_bytes(count) + index * bytes,
-               (const uint8_t *)source + ss_load16(side + sizeof count, index) * bytes, bytes);
+               (const uint8_t *)source + ss_load16(side + NAMES, index) * bytes, bytes);
     }
     *exact_length = names_bytes(count) + count * bytes;
     return SS_OK;
@@ -111,17 +117,17 @@ enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channel
 
 /* exact_count() returns the number of exact vectors, or 'vectors' + 1 if the data before the symbols is damaged. */
 static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size_t bytes) {
-    size_t count = size >= sizeof(uint32_t) ? ss_load32(side, 0) : vectors + 1;
+    size_t count = size >= NAMES ? ss_load32(side, 1) : vectors + 1;
 
     if (count > vectors || size != names_bytes(count) + count * bytes) {
         return vectors + 1;
     }
-    if (count % 2 != 0 && ss_load16(side + sizeof(uint32_t), count) != 0) {
+    if (count % 2 != 0 && ss_load16(side + NAMES, count) != 0) {
         return vectors + 1;
     }
     for (size_t index = 0; index < count; index++) {
-        size_t vector = ss_load16(side + sizeof(uint32_t), index);
-        if (vector >= vectors || (index != 0 && vector <= ss_load16(side + sizeof(uint32_t), index - 1))) {
+        size_t vector = ss_load16(side + NAMES, index);
+        if (vector >= vectors || (index != 0 && vector <= ss_load16(side + NAMES, index - 1))) {
             return vectors + 1;
         }
     }
@@ -129,8 +135,8 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
 }
 
 enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
-                                      uint32_t position, const uint8_t *symbols, const void *exact, size_t exact_length,
-                                      size_t vectors, void *target) {
+                                      const uint8_t *symbols, const void *exact, size_t exact_length, size_t vectors,
+                                      void *target) {
     const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
     const uint8_t *const side = exact;
     size_t count, next = 0;
@@ -144,10 +150,10 @@ enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_chann
     if (count > vectors) {
         return SS_BAD_DATA;
     }
-    slice_begin(&slice, channels, row, position);
+    slice_begin(&slice, channels, row, ss_load32(side, 0));
     for (size_t vector = 0; vector < vectors; vector++) {
         uint8_t *elements = (uint8_t *)target + vector * bytes;
-        if (next < count && ss_load16(side + sizeof(uint32_t), next) == vector) {
+        if (next < count && ss_load16(side + NAMES, next) == vector) {
             memcpy(elements, side + names_bytes(count) + next++ * bytes, bytes);
             continue;
         }
