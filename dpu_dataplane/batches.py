@@ -52,7 +52,7 @@ class StorePlan:
         """Return the manifest of an encoded chunk, for :func:`shadowserve.record.encode_header`."""
         first, count = int(self.pieces[index]["slice_first"]), int(self.pieces[index]["slice_count"])
         filled = self.manifest.copy()
-        for name in ("encoded_length", "checksum", "decoded_crc32"):
+        for name in _FROM_MANIFEST:
             filled[name] = self.slices[name][first : first + count]
         return filled
 
@@ -224,6 +224,7 @@ def _cut_pieces(
     slices["memory_offset"] = _raw_offsets(manifest["tokens"], layout) + chunk_offsets[chunk_of_slice]
     slices["decoded_length"] = manifest["tokens"] * layout.token_decoded_bytes
     slices["vectors"] = manifest["tokens"]
+    slices["row"] = _rows(manifest, layout)
     for name in _FROM_MANIFEST:
         slices[name] = manifest[name]
     return _GroupPieces(pieces, table, slices)
@@ -281,21 +282,29 @@ def _raw_offsets(tokens: npt.NDArray[np.uint32], layout: ChunkLayout) -> npt.NDA
     return np.cumsum(raw) - raw
 
 
+def _rows(manifest: Manifest, layout: ChunkLayout) -> npt.NDArray[np.uint32]:
+    """Return the row of channels of each slice, for ``weighted``."""
+    rows: npt.NDArray[np.uint32] = manifest["layer"] * layout.kinds + manifest["kind"]
+    return rows
+
+
 def plan_store(
     keys: Sequence[bytes],
-    positions: Sequence[int],
+    indexes: Sequence[int],
     layout: ChunkLayout,
     codec: native.Codec,
     bound: int,
     slice_bytes: int = DECODED_BYTES_MAX,
     first: int = 0,
+    positions: Sequence[int] = (),
 ) -> StorePlan:
     """Lay out a batch of chunks for encoding.
 
     Args:
-        positions: Index of each chunk in the registered region.
+        indexes: Index of each chunk in the registered region.
         bound: Result of :func:`encoded_bound`.
         first: First chunk's index in the store buffer, counted in units of ``bound``, aligned.
+        positions: Position of each chunk's first token in its prompt, for ``weighted``.
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)
@@ -310,10 +319,13 @@ def plan_store(
     pieces["slice_count"] = count
     pieces["result"] = native.Result.SKIPPED
     slices = np.zeros(len(keys) * count, native.SLICE_DTYPE)
-    starts = np.array(positions, np.int64) * layout.raw_bytes
+    starts = np.array(indexes, np.int64) * layout.raw_bytes
     slices["memory_offset"] = (starts[:, None] + _raw_offsets(manifest["tokens"], layout)[None, :]).ravel()
     slices["decoded_length"] = np.tile(manifest["tokens"] * layout.token_decoded_bytes, len(keys))
     slices["scales_length"] = np.tile(manifest["scales_length"], len(keys))
     slices["vectors"] = np.tile(manifest["tokens"], len(keys))
     slices["bins"] = np.tile(layout.bins_of(manifest["kind"]), len(keys))
+    slices["row"] = np.tile(_rows(manifest, layout), len(keys))
+    if positions:
+        slices["position"] = (np.array(positions)[:, None] + manifest["token_first"]).ravel()
     return StorePlan(pieces, slices, manifest)

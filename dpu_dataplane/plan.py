@@ -103,7 +103,7 @@ class FetchPart:
         self.remaining &= ~self.delivered
 
     def native_group(self) -> native.Group:
-        return native.Group.of(self.layout, self.registration.region(self.offset, self.length))
+        return self.registration.group(self.layout, self.offset, self.length)
 
 
 @dataclass(frozen=True)

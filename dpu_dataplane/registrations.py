@@ -20,7 +20,7 @@ import secrets
 import stat
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -135,6 +135,7 @@ class Registration:
     owner: str = ""  # host that has registered it
     session: bytes = b""  # of that host; no other one may use it
     paging: Paging | None = None  # positions of an engine's pages, for paged memory
+    channels: Mapping[ChunkLayout, native.Channels] = field(default_factory=dict)  # steps of layouts of ``weighted``
     memory_id: int = field(default_factory=lambda: secrets.randbits(64) or 1)
     used_at: float = field(default_factory=time.monotonic)
     users: int = 0
@@ -152,11 +153,20 @@ class Registration:
         return self.registered.address
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of the memory, and of the steps that this process keeps for it."""
+        return self.size + sum(each.nbytes for each in self.channels.values())
+
+    @property
     def shared(self) -> bool:
         return self.segment is not None
 
     def region(self, offset: int, length: int) -> native.Region:
         return self.registered.region(offset, length)
+
+    def group(self, layout: ChunkLayout, offset: int, length: int) -> native.Group:
+        """Return the group of chunks of a layout in a region."""
+        return native.Group.of(layout, self.region(offset, length), self.channels.get(layout))
 
     def check_whole(self) -> None:
         """Mark the memory as released and raise RegistrationError if it was truncated: its bytes are void."""
@@ -267,7 +277,12 @@ class Registrations:
         return {layout.namespace for registration in self._registrations.values() for layout in registration.layouts}
 
     async def register(
-        self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout], owner: str, session: bytes
+        self,
+        request: pb.RegisterMemoryRequest,
+        layouts: Sequence[ChunkLayout],
+        channels: Mapping[ChunkLayout, native.Channels],
+        owner: str,
+        session: bytes,
     ) -> Registration:
         """Register the memory that a request names for a session of a host, for chunks of at least one layout.
 
@@ -282,17 +297,18 @@ class Registrations:
             )
         memory = getattr(request, field)
         size = int(memory.size)
+        held_bytes = size + sum(each.nbytes for each in channels.values())
         if size < (largest := max(layout.raw_bytes for layout in layouts)):
             raise RegistrationError(f"{field}.size is {size}; one chunk of these layouts takes up to {largest}")
         try:
-            self._check_room(size, owner)
+            self._check_room(held_bytes, owner)
         except TooManyError:
             self._remove_abandoned()
-            self._check_room(size, owner)
+            self._check_room(held_bytes, owner)
         if request.HasField("pages") and (field != "shared_memory" or len(layouts) != 1):
             raise RegistrationError(f"pages are of shared_memory with one layout, not of {field} with {len(layouts)}")
         _, connect = self._kinds[field]
-        pending = (owner, size)
+        pending = (owner, held_bytes)
         self._pending.append(pending)
         try:
             connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layouts))
@@ -307,7 +323,7 @@ class Registrations:
             except RegistrationError:
                 registration.close()
                 raise
-            registration.owner, registration.session = owner, session
+            registration.owner, registration.session, registration.channels = owner, session, channels
             self._registrations[registration.memory_id] = registration
         finally:
             self._pending.remove(pending)
@@ -321,7 +337,7 @@ class Registrations:
                 self._remove(registration)
 
     def _check_room(self, size: int, owner: str) -> None:
-        taken = [(each.owner, each.size) for each in self._registrations.values()] + self._pending
+        taken = [(each.owner, each.held_bytes) for each in self._registrations.values()] + self._pending
         mine = [bytes_ for whose, bytes_ in taken if whose == owner]
         self._check_limit("registrations_max", self._count_max, len(taken), len(mine), 1, "regions of memory")
         all_bytes, my_bytes = sum(bytes_ for _, bytes_ in taken), sum(mine)

@@ -372,7 +372,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layouts = self._validate.layouts(request.layouts)
         for layout in layouts:
             self._check_buffers(layout)
-        registration = await self._registrations.register(request, layouts, caller.owner, caller.token)
+        channels = await asyncio.to_thread(self._validate.channels, request, layouts)
+        registration = await self._registrations.register(request, layouts, channels, caller.owner, caller.token)
         if registration.paging is not None and (loader := self._page_loader) is not None:
             memory = registration.memory
             registration.closing.append(functools.partial(loader.unregister, memory))
@@ -514,7 +515,9 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             offset = self._validate.offset(layout, request.offset)
             plain = request.plain and self._page_loader is not None  # uncompressed bytes would only load the link
             mover = _STORERS[request.purpose]
-            store = Store(registration, layout, offset, keys, parents, request.lasts_ms, plain=plain, mover=mover)
+            positions = self._validate.positions(request.positions, layout, len(keys))
+            args = (registration, layout, offset, keys, parents, positions, request.lasts_ms)
+            store = Store(*args, plain=plain, mover=mover)
             size = len(keys) * layout.raw_bytes
             with self._registrations.claim(registration, offset, size, writing=False):
                 response = await self._storer.store(job, store)

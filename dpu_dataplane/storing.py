@@ -47,6 +47,7 @@ class Store:
     offset: int  # offset of the first chunk; the chunks are contiguous
     keys: Sequence[bytes]
     parents: Sequence[bytes] = ()
+    positions: Sequence[int] = ()  # of each chunk's first token in its prompt, for ``weighted``
     lasts_ms: int = 0  # lifetime of the records; 0 for no end
     plain: bool = False  # the records are not compressed, and stay in local tiers if there are any
     mover: Mover = Mover.STORE  # mover of the bytes, for the interference budget
@@ -175,12 +176,14 @@ class Storer:
     async def _encode(self, job: Job, store: Store, indexes: Sequence[int], first: int) -> _EncodedBatch:
         keys = [store.keys[index] for index in indexes]
         codec, slice_bytes = self._encoding(store)
-        plan = plan_store(keys, indexes, store.layout, codec, self._chunk_bound(store), slice_bytes, first)
-        region = store.registration.region(store.offset, len(store.keys) * store.layout.raw_bytes)
+        positions = [store.positions[index] for index in indexes] if store.positions else []
+        bound = self._chunk_bound(store)
+        plan = plan_store(keys, indexes, store.layout, codec, bound, slice_bytes, first, positions)
+        group = store.registration.group(store.layout, store.offset, len(store.keys) * store.layout.raw_bytes)
         batch = native.Batch(
             pieces=plan.pieces,
             slices=plan.slices,
-            groups=[native.Group.of(store.layout, region)],
+            groups=[group],
             deadline_ns=job.deadline_ns,
         )
         try:

@@ -13,13 +13,14 @@ from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart
 from dpu_dataplane.registrations import Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
-from shadowserve import __version__
-from shadowserve.chunk import TOKENS_MAX, ChunkLayout, Quantizer
+from shadowserve import __version__, native
+from shadowserve.calibration import KINDS, Steps
+from shadowserve.chunk import DECODED_BYTES_MAX, TOKENS_MAX, ChunkLayout, Quantizer
 from shadowserve.keys import KEY_BYTES, RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import PROTOCOL_VERSION
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_from_message
+from shadowserve.proto.convert import layout_from_message, steps_from_message
 
 KEYS_MAX: Final = 65536  # most keys in a call
 TIMEOUT_MAX_S: Final = 600.0  # longest deadline of a call
@@ -42,6 +43,8 @@ _PIN_SESSION_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
 _ENGINE_MAX = 32
 _STEPS_LAST_MS_MAX = 10_000
+_CHANNELS_BYTES_MAX = 64 << 20  # of a registration: twelve times those of a model of 80 layers with 8 heads of 128
+_POSITION_MAX = (1 << 31) - 1
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
 
@@ -253,13 +256,47 @@ class Validator:
             converted = layout_from_message(layout)
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
-        if converted.quantizer is Quantizer.WEIGHTED:
-            raise InvalidCall("layout: quantizer is weighted; calls do not carry its steps: use lossless or binned")
         return converted
 
     def layouts(self, layouts: Sequence[pb.ChunkLayout]) -> list[ChunkLayout]:
         _count("layouts", len(layouts), 1, _LAYOUTS_MAX)
         return [self.layout(layout) for layout in layouts]
+
+    def channels(
+        self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout]
+    ) -> dict[ChunkLayout, native.Channels]:
+        """Return the steps of the layouts of ``weighted``."""
+        weighted = {layout: index for index, layout in enumerate(layouts) if layout.quantizer is Quantizer.WEIGHTED}
+        if not weighted:
+            return {}
+        if len(request.shards) != len(layouts):
+            raise InvalidCall(f"shards has {len(request.shards)} entries; with weighted it has one for each layout")
+        slice_tokens = {layout: min(layout.tokens, DECODED_BYTES_MAX // layout.vector_length) for layout in weighted}
+        pairs = len(request.steps.frequencies)
+        size = sum(
+            4 * (2 * layout.layers * layout.kinds * layout.vector_length + 2 * pairs * tokens)
+            for layout, tokens in slice_tokens.items()
+        )
+        if size > _CHANNELS_BYTES_MAX:
+            raise InvalidCall(f"steps of these layouts take {size} bytes; at most {_CHANNELS_BYTES_MAX}")
+        try:
+            steps = steps_from_message(request.steps)
+            return {
+                layout: _shard(steps, request.shards[index], layout).channels(slice_tokens[layout])
+                for layout, index in weighted.items()
+            }
+        except ValueError as error:
+            raise InvalidCall(f"steps: {error}") from error
+
+    def positions(self, positions: Sequence[int], layout: ChunkLayout, keys: int) -> Sequence[int]:
+        """Return the positions of a store's chunks in their prompts."""
+        if len(positions) != (keys if layout.quantizer is Quantizer.WEIGHTED else 0):
+            raise InvalidCall(
+                f"positions has {len(positions)} entries; it has one for each of {keys} keys with weighted, else none"
+            )
+        if positions and max(positions) > _POSITION_MAX:
+            raise InvalidCall(f"positions has {max(positions)}; the largest position is {_POSITION_MAX}")
+        return positions
 
     def layout_of(self, registration: Registration, index: int) -> ChunkLayout:
         if index >= len(registration.layouts):
@@ -278,6 +315,14 @@ def _count(name: str, count: int, least: int, most: int, unit: str = "entries") 
     if not least <= count <= most:
         bounds = f"{least} to {most}" if least else f"at most {most}"
         raise InvalidCall(f"{name} has {count} {unit}; it has {bounds}")
+
+
+def _shard(steps: Steps, place: pb.Shard, layout: ChunkLayout) -> Steps:
+    heads, rest = divmod(layout.vector_length, steps.steps.shape[3])
+    if rest or layout.kinds != KINDS:
+        raise ValueError(f"a layout of {layout.kinds} kinds and {layout.vector_length} elements has no whole heads")
+    layers = (place.first_layer, place.first_layer + layout.layers)
+    return steps.shard(layers, (place.first_head, place.first_head + heads))
 
 
 def _window(index: int, part: pb.FetchPart, layout: ChunkLayout) -> range:

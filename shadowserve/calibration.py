@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve import native
 from shadowserve.errors import ConfigurationError, NotInstalledError, ShadowServeError
+
+if TYPE_CHECKING:
+    from shadowserve import native
 
 PRESETS: Final = ("near_lossless", "small", "tiny")
 """From the smallest loss to the largest."""
@@ -38,12 +40,52 @@ Range = tuple[int, int]
 
 
 @dataclass(frozen=True, eq=False)
+class Steps:
+    """Steps and centres of one preset, for the channels of a model or of some of its layers and heads.
+
+    Attributes:
+        steps, centres: float32 [layers, kinds, heads, head size].
+        frequencies: Radians per token of each rotated pair of a head's key: channel ``c`` and ``c + len(frequencies)``.
+    """
+
+    steps: Floats
+    centres: Floats
+    frequencies: npt.NDArray[np.float64]
+
+    def shard(self, layers: Range, heads: Range) -> "Steps":
+        """Return the numbers of some layers and heads, such as those of one rank.
+
+        Raises:
+            ValueError: There are no such layers or heads.
+        """
+        for name, (first, end), axis in (("layers", layers, 0), ("heads", heads, 2)):
+            count = self.steps.shape[axis]
+            if not 0 <= first < end <= count:
+                raise ValueError(f"there are no {name} {first} to {end}: the calibration has {count}")
+        cut = slice(*layers), slice(None), slice(*heads)
+        return replace(self, steps=self.steps[cut], centres=self.centres[cut])
+
+    def channels(self, tokens: int) -> "native.Channels":
+        """Return the channels for slices of up to ``tokens`` tokens.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        from shadowserve import native  # engines load the C core only if they need it
+
+        layers, kinds, _, size = self.steps.shape
+        steps, centres = (array.reshape(layers * kinds, -1) for array in (self.steps, self.centres))
+        return native.Channels(steps, centres, self.frequencies, kinds=kinds, head_length=size, tokens=tokens)
+
+
+@dataclass(frozen=True, eq=False)
 class Calibration:
     """Steps and centres of all channels of a model.
 
     Attributes:
+        rope: The model's rotary embedding: ``rope_parameters`` of its configuration, as JSON; empty without any.
         steps: For each preset, [layers, kinds, heads, head size]; ``centres`` likewise.
-        frequencies: Radians per token of each rotated pair of a head's key: channel ``c`` and ``c + len(frequencies)``.
+        frequencies: As in :class:`Steps`.
 
     Raises:
         ValueError: A tensor is missing, or has another shape or type, or a number out of range.
@@ -51,12 +93,13 @@ class Calibration:
 
     model: str
     architecture: str
+    rope: str
     steps: Mapping[str, Floats]
     centres: Floats
     frequencies: npt.NDArray[np.float64]
 
     def __post_init__(self) -> None:
-        for name, text in (("model", self.model), ("architecture", self.architecture)):
+        for name, text in (("model", self.model), ("architecture", self.architecture), ("rope", self.rope)):
             if not isinstance(text, str) or len(text) > _TEXT_MAX or not text.isprintable():
                 raise ValueError(f"the {name} is no printable text of up to {_TEXT_MAX} characters")
         shape = self.centres.shape
@@ -69,7 +112,7 @@ class Calibration:
                 raise ValueError(f"{name} has the shape {array.shape}, centres have {shape}")
         for preset in PRESETS:
             try:
-                self._channels(preset, tokens=1)  # checks the numbers
+                self.preset(preset).channels(tokens=1)  # checks the numbers
             except ValueError as error:
                 raise ValueError(f"{preset}: {error}") from error
 
@@ -89,10 +132,6 @@ class Calibration:
     def head_size(self) -> int:
         return int(self.centres.shape[3])
 
-    @property
-    def presets(self) -> tuple[str, ...]:
-        return PRESETS
-
     @functools.cached_property
     def digest(self) -> bytes:
         """SHA-256 of names, types, shapes and numbers of the tensors; 32 bytes."""
@@ -102,32 +141,9 @@ class Calibration:
             total.update(array.astype(array.dtype.newbyteorder("<"), order="C").tobytes())
         return total.digest()
 
-    def shard(self, layers: Range | None = None, heads: Range | None = None) -> "Calibration":
-        """Return the calibration of some layers and heads, such as those of one rank."""
-        cut: list[slice] = [slice(None)] * 4
-        for axis, name, wanted in ((0, "layers", layers), (2, "heads", heads)):
-            count = self.centres.shape[axis]
-            first, end = wanted or (0, count)
-            if not 0 <= first < end <= count:
-                raise ValueError(f"there are no {name} {first} to {end}: the calibration of {self.model} has {count}")
-            cut[axis] = slice(first, end)
-        steps = {preset: array[tuple(cut)] for preset, array in self.steps.items()}
-        return replace(self, steps=steps, centres=self.centres[tuple(cut)])
-
-    def channels(
-        self, preset: str, *, layers: Range | None = None, heads: Range | None = None, tokens: int
-    ) -> native.Channels:
-        """Return the channels of some layers and heads for slices of up to ``tokens`` tokens."""
-        if preset not in self.steps:
-            raise ValueError(f"there is no preset {preset!r}; known: {', '.join(PRESETS)}")
-        return self.shard(layers, heads)._channels(preset, tokens)
-
-    def _channels(self, preset: str, tokens: int) -> native.Channels:
-        rows = self.layers * self.kinds
-        steps, centres = (array.reshape(rows, -1) for array in (self.steps[preset], self.centres))
-        return native.Channels(
-            steps, centres, self.frequencies, kinds=self.kinds, head_length=self.head_size, tokens=tokens
-        )
+    def preset(self, name: str) -> Steps:
+        """Return the steps of a preset."""
+        return Steps(self.steps[name], self.centres, self.frequencies)
 
     def write(self, path: Path) -> None:
         """Write the file atomically.
@@ -159,6 +175,7 @@ class Calibration:
             "version": _VERSION,
             "model": self.model,
             "architecture": self.architecture,
+            "rope": self.rope,
             "layers": self.layers,
             "kinds": self.kinds,
             "heads": self.heads,
@@ -214,8 +231,8 @@ def _parse(described: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> C
     if tensors.keys() != {*names, "centres", "frequencies"}:
         raise ValueError(f"its tensors are not {', '.join(names)}, centres, frequencies")
     steps = {preset: tensors[name] for name, preset in names.items()}
-    model, architecture = (described.get(key, "") for key in ("model", "architecture"))
-    found = Calibration(model, architecture, steps, tensors["centres"], tensors["frequencies"])
+    texts = (described.get(key, "") for key in ("model", "architecture", "rope"))
+    found = Calibration(*texts, steps, tensors["centres"], tensors["frequencies"])
     if found._described() != described:
         raise ValueError("its description does not fit its tensors")
     return found

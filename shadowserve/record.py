@@ -393,9 +393,7 @@ def encode(
     return encode_header(key, codec, layout, manifest, parent=parent) + bytes(body)
 
 
-def _place(
-    layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int = 0
-) -> native.Place | None:
+def _place(layout: ChunkLayout, entry: Any, channels: native.Channels | None, position: int = 0) -> native.Place | None:
     """Return the channels of a slice of a chunk at a position; None unless the layout is ``weighted``."""
     if layout.quantizer is not Quantizer.WEIGHTED:
         return None

@@ -52,6 +52,11 @@ class Channels:
         self.rows = rows
         self.struct = self._struct(kinds, head_length, pairs, tokens)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the numbers."""
+        return self._steps.nbytes + self._centres.nbytes + self._frequencies.nbytes + self._turns.nbytes
+
     def _struct(self, kinds: int, head_length: int, pairs: int, tokens: int) -> Any:
         struct = ffi.new("struct ss_channels *")
         struct.steps = ffi.cast("float *", self._steps.ctypes.data)

@@ -121,7 +121,7 @@ def artefact(model: RealModel, found: Measured, coarse: dict[str, float]) -> Cal
     steps = {preset: found.steps(each).view(shape).numpy() for preset, each in coarse.items()}
     centres = found.centres.view(shape).numpy()
     try:
-        return Calibration(model.name, model.architecture, steps, centres, model.frequencies)
+        return Calibration(model.name, model.architecture, model.rope, steps, centres, model.frequencies)
     except ValueError as error:
         raise ShadowServeError(f"{model.name} cannot be calibrated: {error}") from error
 

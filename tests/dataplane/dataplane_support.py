@@ -266,8 +266,8 @@ class LocalMemory:
     def __init__(self, memory: Any) -> None:
         self._memory = memoryview(memory)
 
-    def region(self, offset: int, length: int) -> memoryview:
-        return self._memory[offset : offset + length]
+    def group(self, layout: ChunkLayout, offset: int, length: int) -> native.Group:
+        return native.Group.of(layout, self._memory[offset : offset + length])
 
 
 def part_of(

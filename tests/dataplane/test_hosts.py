@@ -176,7 +176,7 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
     request = pb.RegisterMemoryRequest(shared_memory=memory)
-    registration = await registrations.register(request, [SHAPE], session.owner, session.token)
+    registration = await registrations.register(request, [SHAPE], {}, session.owner, session.token)
     segment.close()
     registration.used_at = session.used_at + 950
     hosts.expire(session.used_at + 1000)

@@ -177,7 +177,7 @@ ROWS: dict[str, list[Row]] = {
         ({"shared_memory": None}, ["memory"]),
         (described(dtype="float8"), ["layout: dtype", "float8"]),
         (described(quantizer="magic"), ["layout: quantizer"]),
-        (described(quantizer="weighted"), ["layout: quantizer is weighted"]),
+        (described(quantizer="weighted"), ["shards has 0 entries"]),
         (described(namespace=b""), ["namespace"]),
         (described(layers=0), ["layers"]),
         (described(kinds=3), ["kinds"]),

@@ -66,6 +66,7 @@ def test_the_file_has_the_steps_of_every_preset_and_the_frequencies_of_the_model
     found = read(file)
     assert printed["digest"] == found.digest.hex() and printed["file"] == str(file)
     assert (found.model, found.architecture) == (model.name, "LlamaForCausalLM")
+    assert json.loads(found.rope)["rope_theta"] > 0
     assert found.centres.shape == (LAYERS, 2, HEADS, SIZE)
     for finer, coarser in zip(PRESETS, PRESETS[1:], strict=False):
         assert (found.steps[finer] <= found.steps[coarser]).all()
@@ -73,7 +74,7 @@ def test_the_file_has_the_steps_of_every_preset_and_the_frequencies_of_the_model
         assert printed["bits"][finer] > printed["bits"][coarser]
     frequencies = AutoModelForCausalLM.from_pretrained(model).base_model.rotary_emb.inv_freq
     np.testing.assert_array_equal(found.frequencies, frequencies.double().numpy())
-    assert found.channels("tiny", heads=(1, 2), tokens=256).vector_length == SIZE
+    assert found.preset("tiny").shard((0, found.layers), (1, 2)).channels(tokens=256).vector_length == SIZE
 
 
 def test_rounding_to_the_steps_of_a_file_costs_more_with_every_preset(done: Any) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import pydoc_data.topics
 from collections.abc import Sequence
 from importlib import import_module
@@ -78,6 +79,12 @@ class RealModel:
         self._model.eval().requires_grad_(False)
         self.name = folder.resolve().name
         self.architecture = str((self._model.config.architectures or [type(self._model).__name__])[0])
+
+    @property
+    def rope(self) -> str:
+        """``rope_parameters`` of the model's configuration, as JSON; empty without any."""
+        parameters = getattr(self._model.config.get_text_config(), "rope_parameters", None)
+        return json.dumps(parameters, sort_keys=True) if parameters else ""
 
     @property
     def positions_max(self) -> int:
