@@ -57,6 +57,12 @@ class StorePlan:
         return filled
 
 
+def exact_vectors(layout: ChunkLayout, manifest: Manifest) -> int:
+    """Return the number of vectors that slices of ``weighted`` have as they are."""
+    one = layout.vector_length * layout.dtype.itemsize + 2  # its elements, and its number in the slice
+    return int(((manifest["scales_length"].astype(np.int64) - layout.scales_bytes(0)) // one).sum())
+
+
 def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 

@@ -27,6 +27,8 @@ TOTALS: Final = {
     "delivered_bytes": "Bytes delivered into registered memory",
     "stored_raw_bytes": "Bytes of stored chunks before encoding",
     "stored_bytes": "Bytes of stored chunks as records",
+    "quantized_vectors": "Token vectors stored with the steps of a calibration",
+    "exact_vectors": "Of them, stored exactly: first tokens, and those with elements outside of all steps",
     "storage_connections": "Control connections opened to storage",
     "data_connections": "Data connections opened to storage",
     "storage_nodes_refused": "Lists of storage nodes that cannot be used, so the old one stays",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dpu_dataplane.batches import ALIGNMENT, Buffers, StorePlan, encoded_bound, plan_store
+from dpu_dataplane.batches import ALIGNMENT, Buffers, StorePlan, encoded_bound, exact_vectors, plan_store
 from dpu_dataplane.catalog import Catalog
 from dpu_dataplane.interference import TURN_S
 from dpu_dataplane.jobs import ENDINGS, Job, JobQueue, Stop, ending_of, outcome_of
@@ -23,7 +23,7 @@ from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Fault, Found, Stored, Unanswered, inspect_header
 from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Encoded, Resources, Source
 from shadowserve import native
-from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout
+from shadowserve.chunk import DECODED_BYTES_MAX, ChunkLayout, Quantizer
 from shadowserve.native import Result
 from shadowserve.pieces import pack
 from shadowserve.proto import dataplane_pb2 as pb
@@ -235,6 +235,9 @@ class Storer:
         size = len(header) + int(encoded.plan.pieces[position]["body_length"])
         self.catalog.release(layout.namespace, key)
         self.catalog.available(key)
+        if layout.quantizer is Quantizer.WEIGHTED:
+            self.resources.metrics.totals["quantized_vectors"] += int(manifest["tokens"].sum())
+            self.resources.metrics.totals["exact_vectors"] += exact_vectors(layout, manifest)
         self.resources.metrics.totals["stored_raw_bytes"] += layout.raw_bytes
         self.resources.metrics.totals["stored_bytes"] += size
         return size

@@ -102,6 +102,20 @@ async def test_weighted_chunks_are_stored_and_fetched_with_the_steps_of_their_sh
         assert client.chunk(0) == kvs(OTHER, 1)[0]
 
 
+async def test_vectors_outside_of_all_steps_are_counted(storage: Server, steps: Steps) -> None:
+    keys = keys_of(SHAPE, 2)
+    async with running(storage) as (daemon, client):
+        await register(client, steps)
+        client.fill(2)
+        rows = client.segment.memory[: 2 * SHAPE.raw_bytes].view(np.uint16).reshape(-1, SHAPE.vector_length)
+        rows[[5, 40, 41]] = 0x7F80  # infinity: one vector in one slice, two in another
+        vectors = len(rows)
+        del rows  # the segment can be closed
+        assert (await client.store(keys, layout=1, positions=[16, 32])).outcome == pb.OUTCOME_COMPLETE
+        totals = daemon.metrics.totals
+        assert (totals["exact_vectors"], totals["quantized_vectors"]) == (3, vectors)
+
+
 async def test_a_registration_without_the_steps_of_its_layouts_is_refused(storage: Server, steps: Steps) -> None:
     good = steps_message(steps)
     cut = pb.Steps(layers=LAYERS, heads=HEADS, head_size=HEAD_SIZE, steps=good.steps[:-4], centres=good.centres)
