@@ -30,11 +30,12 @@ from host_control.connection import Connection, Peer, explain
 from host_control.fetch_policy import Decided
 from host_control.transfer import Reason
 from shadowserve import spans
+from shadowserve.calibration import PlacedSteps
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import DataPlaneError
 from shadowserve.pieces import Flags, unpack
 from shadowserve.proto import dataplane_pb2 as pb
-from shadowserve.proto.convert import layout_message
+from shadowserve.proto.convert import layout_message, steps_message
 from shadowserve.tls import Credentials
 
 __all__ = ["Breaker", "DataPlaneClient", "FetchAnswer", "FetchCall", "FetchPart", "MemoryMessage", "StoreAnswer"]
@@ -365,11 +366,15 @@ class DataPlaneClient:
     # ------------------------------------------------------------------ memory
 
     def register(
-        self, shapes: Sequence[ChunkLayout], memory: MemoryMessage, pages: pb.PagedMemory | None = None
+        self,
+        shapes: Sequence[ChunkLayout],
+        memory: MemoryMessage,
+        pages: pb.PagedMemory | None = None,
+        steps: PlacedSteps | None = None,
     ) -> int:
         """Register memory for chunks of some layouts; return its ID. The caller has asked the breaker.
 
-        ``pages``: positions of an engine's pages in the memory.
+        ``pages``: positions of an engine's pages in the memory. ``steps``: steps for layouts of ``weighted``.
 
         Raises:
             DataPlaneError: Refused, unreachable, or the data plane computes another chunk size than this host.
@@ -377,6 +382,8 @@ class DataPlaneClient:
         request = pb.RegisterMemoryRequest(
             layouts=map(layout_message, shapes),
             pages=pages,
+            steps=None if steps is None else steps_message(steps.steps),
+            shards=[pb.Shard(first_layer=layer, first_head=head) for layer, head in (steps.starts if steps else ())],
             **{_MEMORY_FIELDS[type(memory)]: memory},  # type: ignore[arg-type]
         )
         try:
@@ -531,6 +538,7 @@ class DataPlaneClient:
         parents: Sequence[bytes],
         timeout: float,
         *,
+        positions: Sequence[int] = (),
         layout: int = 0,
         lasts_s: float = 0.0,
         plain: bool = False,
@@ -542,6 +550,7 @@ class DataPlaneClient:
             job_id: Unique among calls in flight.
             memory_id, offset: Memory and offset of the first chunk.
             parents: Key of the chunk before each of them in its prompt; empty for a prompt's first.
+            positions: Position of each chunk's first token in its prompt, in a layout of ``weighted``.
             layout: Index of the chunk layout among those that the memory was registered with.
             lasts_s: Seconds after which the chunks are of no use; 0: for good.
             plain: Store uncompressed, so that devices can bring the chunks into pages.
@@ -555,6 +564,7 @@ class DataPlaneClient:
             offset=offset,
             keys=keys,
             parents=parents,
+            positions=positions,
             timeout_ms=_milliseconds(timeout),
             lasts_ms=math.ceil(lasts_s * 1000),
             plain=plain,

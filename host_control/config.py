@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from host_control.client import DataPlaneClient
 from shadowserve.addresses import is_loopback, split_address
+from shadowserve.calibration import PRESETS
 from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
 from shadowserve.errors import ConfigurationError
@@ -65,9 +66,13 @@ class HostConfig(Section):
     """Store the chunks that this engine computes."""
     hints: bool = True
     """Apply requests' hints (docs/guides/tiers.md)."""
-    quantizer: Literal["lossless", "binned", "passthrough"] = "lossless"
-    """Quantizer of stored chunks: exact values, vector-wise bins (ShadowServe section 5), or bytes. fp8 caches are
-    stored as bytes, except E4M3 with ``binned``."""
+    quantizer: Literal["lossless", "near_lossless", "small", "tiny", "binned", "passthrough"] = "lossless"
+    """Quantizer of stored chunks (docs/guides/quality.md). ``lossless``: exact values. ``near_lossless``, ``small``,
+    ``tiny``: steps of a calibration, in float16, bfloat16 and float32 caches. ``binned``: vector-wise bins (ShadowServe
+    section 5). ``passthrough``: bytes. fp8 caches are stored as bytes, except E4M3 with ``binned``."""
+    calibration: str = ""
+    """File of ``shadowserve calibrate`` for ``near_lossless``, ``small`` and ``tiny``. Engines with another calibration
+    share no KV with this one."""
     bins: int = Field(64, ge=4, le=256, multiple_of=2)
     """Bins of the ``binned`` quantizer for keys, and for MLA."""
     value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
@@ -164,11 +169,27 @@ class HostConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _calibration(self) -> Self:
+        if self.quantizer in PRESETS and not self.calibration:
+            raise ValueError(
+                f"quantizer: {self.quantizer} needs a calibration of the model; run 'shadowserve calibrate MODEL "
+                "--output FILE' and set calibration: FILE"
+            )
+        if self.calibration and self.quantizer not in PRESETS:
+            raise ValueError(
+                f"calibration is set, and quantizer: {self.quantizer} does not use it; remove it, or set quantizer to "
+                + " or ".join(PRESETS)
+            )
+        return self
+
+    @model_validator(mode="after")
     def _pages(self) -> Self:
         if not self.pages:
             return self
-        if self.quantizer == "binned":
-            raise ValueError("pages: true stores pages unchanged, which quantizer: binned does not; remove one of them")
+        if self.quantizer not in ("lossless", "passthrough"):
+            raise ValueError(
+                f"pages: true stores pages unchanged, which quantizer: {self.quantizer} does not; remove one of them"
+            )
         if not self.data_plane_is_local:
             raise ValueError(
                 f"pages: true needs a data plane on this machine, and data_plane is {self.data_plane}; set it to a "

@@ -13,6 +13,7 @@ from typing import Final
 from host_control.client import DataPlaneClient, FetchAnswer, MemoryMessage, StoreAnswer
 from host_control.segment import Memory, Segment
 from host_control.transfer import Reason
+from shadowserve.calibration import PlacedSteps
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 
@@ -36,6 +37,7 @@ class RegisteredMemory:
         connect_timeout_s: Seconds that :meth:`acquire` waits for a connection.
         make: Allocates memory of a given size.
         progress: Append two progress words to the memory, for two calls at a time. Needs shared memory.
+        steps: Steps for shapes of ``weighted``.
 
     Attributes:
         progress_offsets: Offsets of the progress words, of which there may be none.
@@ -51,8 +53,10 @@ class RegisteredMemory:
         make: Callable[[int], Memory] = Segment.create,
         *,
         progress: bool = False,
+        steps: PlacedSteps | None = None,
     ) -> None:
         self.shapes = tuple(shapes)
+        self._steps = steps
         self.size = size
         aligned = -(-size // PROGRESS_BYTES) * PROGRESS_BYTES
         self.progress_offsets = (aligned, aligned + PROGRESS_BYTES) if progress else ()
@@ -99,7 +103,7 @@ class RegisteredMemory:
             breaker.report(success=False)
             raise
         try:
-            memory_id = self._client.register(self.shapes, message)
+            memory_id = self._client.register(self.shapes, message, steps=self._steps)
         except DataPlaneError:
             memory.close()  # safe even if it was registered: only a Fetch call with its ID would write into it
             raise

@@ -20,6 +20,7 @@ from typing import Any
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.transfer import Reason
+from shadowserve.chunk import Quantizer
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -33,6 +34,7 @@ class _Staged:
     Attributes:
         part, shape: Numbers of its shard, and of the chunk layout that it is stored in.
         parent: Record key of the chunk before it; empty for a prompt's first.
+        position: Position of its first token in its prompt.
         wait: Waits for the end of the copy; returns why the chunk is not to be stored, or empty. None: it has ended.
         published: Other engines may wait for the chunk.
         lasts_s: Seconds after which it is of no use; 0: for good.
@@ -45,6 +47,7 @@ class _Staged:
     parent: bytes
     segment: Memory
     slot: int
+    position: int
     wait: Callable[[], str] | None = None
     published: bool = False
     lasts_s: float = 0.0
@@ -219,6 +222,7 @@ class StoreQueue:
         shape: int | None = None,
         chained: bool = True,
         previous: bytes | None = None,
+        positions: Sequence[int] | None = None,
         anchored: bool = True,
         absent_since: float = float("-inf"),
         published: bool = False,
@@ -234,6 +238,7 @@ class StoreQueue:
             shape: Number of the chunk layout among the registration's; by default the shard's first.
             chained: Each chunk is of use only with those before it.
             previous: Key of the chunk before the first; None at the start of a prompt.
+            positions: Position of each chunk's first token in its prompt, for layouts of ``weighted``.
             anchored: ``previous`` is known to be stored.
             absent_since: Time (monotonic) at which a lookup found the chunks absent; an earlier store does not count.
             published: Other engines may wait for them: those that are dropped are withdrawn.
@@ -262,8 +267,9 @@ class StoreQueue:
                 reachable = not chained
                 dropped.append(key)
                 continue
+            position = 0 if positions is None else positions[index]
             chunk = _Staged(
-                part, shape, key, parents[index], segment, slot, None, published, lasts_s, purpose, reported
+                part, shape, key, parents[index], segment, slot, position, None, published, lasts_s, purpose, reported
             )
             if not self._stage(chunk, index, gather):
                 reachable = not chained
@@ -440,6 +446,7 @@ class StoreQueue:
         return batch
 
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
+        weighted = self._registration.shapes[batch[0].shape].quantizer is Quantizer.WEIGHTED
         return self._client.store(
             next(self._job_ids),
             self._registration.memory_id,
@@ -447,6 +454,7 @@ class StoreQueue:
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
             self._timeout,
+            positions=[staged.position for staged in batch] if weighted else (),
             layout=batch[0].shape,
             lasts_s=batch[0].lasts_s,
             plain=self._plain,

@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -76,6 +76,14 @@ class Steps:
         layers, kinds, _, size = self.steps.shape
         steps, centres = (array.reshape(layers * kinds, -1) for array in (self.steps, self.centres))
         return native.Channels(steps, centres, self.frequencies, kinds=kinds, head_length=size, tokens=tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSteps:
+    """Steps of a model, and the first layer and head of the chunks of each chunk layout."""
+
+    steps: Steps
+    starts: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,8 +239,8 @@ def _parse(described: dict[str, Any], tensors: dict[str, npt.NDArray[Any]]) -> C
     if tensors.keys() != {*names, "centres", "frequencies"}:
         raise ValueError(f"its tensors are not {', '.join(names)}, centres, frequencies")
     steps = {preset: tensors[name] for name, preset in names.items()}
-    texts = (described.get(key, "") for key in ("model", "architecture", "rope"))
-    found = Calibration(*texts, steps, tensors["centres"], tensors["frequencies"])
+    model, architecture, rope = (described.get(key, "") for key in ("model", "architecture", "rope"))
+    found = Calibration(model, architecture, rope, steps, tensors["centres"], tensors["frequencies"])
     if found._described() != described:
         raise ValueError("its description does not fit its tensors")
     return found

@@ -77,12 +77,14 @@ class KVNamespace:
 
     Attributes:
         group: KV cache group: its cache type, and its layers if several groups of the model have the same type.
+        steps: Name of the steps of ``weighted``: the preset and the digest of its calibration; else empty.
     """
 
     model: ModelIdentity  # identity of the model
     layers: tuple[int, int]  # range [first, end) of layers in the group
     heads: tuple[int, int]  # range [first, end) of KV heads in the model; (0, 1) for a latent, which all ranks share
     group: str = "full"
+    steps: str = ""
 
     def name(self, layout: ChunkLayout) -> ChunkLayout:
         """Return the layout of this shard's chunks, with their namespace.
@@ -98,6 +100,8 @@ class KVNamespace:
         if end_head <= first_head or layout.vector_length % (end_head - first_head):
             raise ValueError(f"heads {self.heads}: vectors of {layout.vector_length} elements do not hold them")
         shard = {"group": self.group, "layers": self.layers, "heads": self.heads}
+        if self.steps:
+            shard["steps"] = self.steps
         digest = _digest({"model": self.model.digest().hex(), **shard, "layout": layout.described()})
         return replace(layout, namespace=digest)
 

@@ -24,7 +24,7 @@ LINES: Final = (
         "models/test_models models/test_size scripts/test_model_asset"
     ).split(),
     (
-        "e2e/test_vllm_cache e2e/test_vllm_cold e2e/test_vllm_hints "
+        "e2e/test_vllm_cache e2e/test_vllm_calibrated e2e/test_vllm_cold e2e/test_vllm_hints "
         "e2e/test_vllm_in_step "
         "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
         "e2e/test_vllm_start e2e/test_vllm_tier "

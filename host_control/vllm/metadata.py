@@ -61,6 +61,7 @@ class StoreOperation:
         previous: Key of the chunk before the first; None at the start of a prompt.
         anchored: True if that chunk is known to be stored.
         blocks: Blocks of the chunks' records, chunk after chunk; NOWHERE where a tail's record is empty.
+        position: Position of the first chunk's first token in the prompt.
         published: Other engines may wait for them.
         absent_seconds: Time since a lookup found them absent; None where they were not looked up.
         lasts_s: Seconds after which they are of no use; 0: for good.
@@ -75,6 +76,7 @@ class StoreOperation:
     previous: bytes | None
     anchored: bool
     blocks: list[int]
+    position: int
     published: bool = False
     absent_seconds: float | None = None
     lasts_s: float = 0.0

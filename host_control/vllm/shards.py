@@ -16,6 +16,7 @@ from typing import Any, Final
 from host_control.config import HostConfig
 from host_control.layouts import ChunkRegion, LayoutKind, PagedLayout, element_type
 from host_control.lookup import SAVED
+from host_control.vllm.calibrated import PresetSteps
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.probe import find_layout
 from host_control.vllm.support import UncacheableError
@@ -24,6 +25,7 @@ from shadowserve.keys import KVNamespace, ModelIdentity
 
 SHARD_LAYOUTS: Final = ((1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (2, 2), (4, 2), (8, 2))
 """Foreign shard layouts that an engine looks up: (tensor-parallel ranks, pipeline stages)."""
+LOSSY: Final = (Quantizer.BINNED, Quantizer.WEIGHTED)
 OTHER_LAYOUTS: Final = 1
 """Key of the manager that fetches records of all other shard layouts."""
 _BUFFER_CHUNKS_MAX: Final = 128
@@ -44,6 +46,7 @@ class Shard:
         first_layer: Number of the first of them among the layers of this rank.
         whole: Every rank of an engine has the same bytes.
         binnable: The elements are keys, values or latents, which the ``binned`` quantizer may round.
+        placed: ``layers`` and ``heads`` are numbers in the model, as calibrations have them.
     """
 
     shard_layout: int
@@ -57,6 +60,7 @@ class Shard:
     whole: bool
     binnable: bool
     first_layer: int = 0
+    placed: bool = False
 
     @property
     def record_blocks(self) -> int:
@@ -68,26 +72,36 @@ class Shard:
             return list(blocks)
         return [block * self.ratio + index if block >= 0 else block for block in blocks for index in range(self.ratio)]
 
-    def described(self, model: ModelIdentity, config: HostConfig, *, saved: bool = False) -> ChunkLayout:
+    def described(
+        self, model: ModelIdentity, config: HostConfig, preset: PresetSteps | None = None, *, saved: bool = False
+    ) -> ChunkLayout:
         """Return the layout, quantizer and namespace of the shard's chunks.
 
         8-bit caches are stored as bytes, except E4M3 with the ``binned`` quantizer. Recurrent state and the blocks of
         preempted requests are stored exactly.
 
         Args:
+            preset: Steps for the configured quantizer.
             saved: The records hold blocks of preempted requests and have a namespace of their own.
 
         Raises:
             UncacheableError: The record format cannot hold such a chunk.
         """
-        dtype, quantizer = element_type(self.layout.dtype), Quantizer.from_label(config.quantizer)
+        dtype = element_type(self.layout.dtype)
+        quantizer = Quantizer.WEIGHTED if preset is not None else Quantizer.from_label(config.quantizer)
         assert dtype is not None, "PagedLayout accepted this dtype"
-        if (saved or not self.binnable) and quantizer is Quantizer.BINNED:
+        if (saved or not self.binnable) and quantizer in LOSSY:
             quantizer = Quantizer.LOSSLESS
         if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(model.dtype):
             dtype = DType.FLOAT8_E4M3
         elif dtype is DType.UINT8:
             quantizer = Quantizer.PASSTHROUGH
+        if quantizer is Quantizer.WEIGHTED and not self.placed:
+            raise UncacheableError(
+                f"quantizer: {config.quantizer} needs keys and values of equal layers in one KV cache group, and this "
+                "engine has others; set quantizer: lossless"
+            )
+        steps = preset.name if preset is not None and quantizer is Quantizer.WEIGHTED else ""
         tokens = self.record_blocks * self.layout.block_tokens
         binned: dict[str, Any] = {}
         if quantizer is Quantizer.BINNED:
@@ -95,7 +109,7 @@ class Shard:
             binned = {"bins": config.bins, "value_bins": other, "scale_tokens": min(config.scale_tokens, tokens)}
         try:
             label = f"{self.label}, of preempted requests" if saved else self.label
-            return KVNamespace(model=model, group=label, layers=self.layers, heads=self.heads).name(
+            return KVNamespace(model=model, group=label, layers=self.layers, heads=self.heads, steps=steps).name(
                 ChunkLayout(
                     dtype=dtype,
                     layers=self.layout.layers,
@@ -259,7 +273,7 @@ class _Maker:
             or len(tensors) != layers[1] - layers[0]
         ):
             return [own]  # which layers and heads of the model these are is only known within the same shard layout
-        own = replace(own, label=label, layers=layers, heads=heads)
+        own = replace(own, label=label, layers=layers, heads=heads, placed=not latent)
         return [own, *self._others(own, tensors, kind, total)]
 
     def _kernel_blocks(self, layout: PagedLayout) -> int:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from host_control.config import HostConfig
+from host_control.vllm.calibrated import preset_steps
 from host_control.vllm.groups import Groups
 from host_control.vllm.support import has_full_graphs, in_step_problem
 from shadowserve.errors import ConfigurationError
@@ -74,6 +75,7 @@ def connector_settings(extra: Mapping[str, Any], vllm_config: Any) -> HostConfig
     """
     config = HostConfig.from_engine(extra)
     _check_files(config)
+    preset_steps(config, vllm_config)
     if config.pages and (device := vllm_config.device_config.device_type) != "cpu":
         raise ConfigurationError(
             f"pages: true needs an engine that computes on a CPU, and this one computes on '{device}'; remove pages"
@@ -145,10 +147,10 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
                 f"ShadowServeTier does not use {key}, and it is set to {getattr(config, key)!r}; remove it, or use "
                 "ShadowServeConnector (docs/guides/offloading-tier.md)"
             )
-    if config.quantizer == "binned":
+    if config.quantizer not in ("lossless", "passthrough"):
         raise ConfigurationError(
-            "ShadowServeTier stores rows as vLLM has them and does not use quantizer: binned; remove it, or use "
-            "ShadowServeConnector (docs/guides/offloading-tier.md)"
+            f"ShadowServeTier stores rows as vLLM has them and does not use quantizer: {config.quantizer}; remove it, "
+            "or use ShadowServeConnector (docs/guides/offloading-tier.md)"
         )
     _check_files(config)
     return config

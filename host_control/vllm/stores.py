@@ -131,6 +131,7 @@ class Stores:
                 previous=None,
                 anchored=True,
                 blocks=[block],
+                position=tokens - self._chunk_tokens,
                 absent_seconds=self._absent_seconds(request_id),
                 lasts_s=state.hints.ttl_s,
             )
@@ -194,6 +195,7 @@ class Stores:
                             previous=chunk_keys[begin - 1] if begin else None,
                             anchored=begin <= (0 if present is None else leading(present)),
                             blocks=rows[index : index + count].reshape(-1).tolist(),
+                            position=begin * self._chunk_tokens,
                             published=published,
                             absent_seconds=self._absent_seconds(request_id, exact=exact),
                             lasts_s=lasts_s,
@@ -238,6 +240,7 @@ class Stores:
                     previous=chunk_keys[before - 1] if before else None,
                     anchored=present is not None and before <= leading(present[number]),
                     blocks=np.where(blocks == NULL_BLOCK, NOWHERE, blocks).tolist(),
+                    position=before * self._chunk_tokens,
                     published=published,
                     absent_seconds=self._absent_seconds(request_id, exact=exact),
                     lasts_s=lasts_s,

@@ -18,6 +18,7 @@ from host_control.manager import ORDERS, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.store import StoreQueue
+from host_control.vllm.calibrated import PresetSteps, preset_steps
 from host_control.vllm.events import EVENTS_MAX, publishes
 from host_control.vllm.groups import Groups
 from host_control.vllm.identity.content import content_hashes
@@ -27,12 +28,12 @@ from host_control.vllm.loads import LAYERS_OFF
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
-from host_control.vllm.shards import Rank, WorkerShards, find_shards
+from host_control.vllm.shards import LOSSY, Rank, WorkerShards, find_shards
 from host_control.vllm.support import UncacheableError, offloading_problem
 from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
 from host_control.vllm.worker_stores import WorkerStores
-from shadowserve.chunk import ChunkLayout, Quantizer
+from shadowserve.calibration import PlacedSteps
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import engine_message
@@ -76,6 +77,7 @@ class WorkerSide:
         self._client: DataPlaneClient | None = None
         self._device = torch.device("cpu")
         self._delivery: Delivery
+        self._preset: PresetSteps | None = None
         self._pages: SharedPages | None = None
         self._page_delivery: PageDelivery | None = None
         self._shards = WorkerShards()
@@ -117,16 +119,19 @@ class WorkerSide:
             weights = self._loaded_weights()
             hashes = content_hashes(config, self._logger)
             model = model_identity(engine.vllm_config, engine.kv_cache_config, groups.chunk_tokens, hashes)
-            shards = self._shards
-            for part in parts:
-                shards.parts.setdefault(part.shard_layout, []).append(part)
-                shards.shapes.setdefault(part.shard_layout, []).append(part.described(model, config))
-            if any(shape.quantizer is Quantizer.BINNED for shape in shards.shapes[0]):
-                shards.parts[SAVED] = [replace(part, shard_layout=SAVED) for part in shards.parts[0]]
-                shards.shapes[SAVED] = [part.described(model, config, saved=True) for part in shards.parts[0]]
+            self._preset = preset = preset_steps(config, engine.vllm_config)
+            described = [(part, part.described(model, config, preset)) for part in parts]
+            own = [(part, shape) for part, shape in described if part.shard_layout == 0]
+            if any(shape.quantizer in LOSSY for _, shape in own):
+                saved = [replace(part, shard_layout=SAVED) for part, _ in own]
+                described += [(part, part.described(model, config, preset, saved=True)) for part in saved]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler side learns of it and logs it
             return
+        shards = self._shards
+        for part, shape in described:
+            shards.parts.setdefault(part.shard_layout, []).append(part)
+            shards.shapes.setdefault(part.shard_layout, []).append(shape)
         self._watch = WeightsWatch(weights, ranks=engine.rank.tp_size * engine.rank.pp_size)
         self._make_sides()
         self._loads.stream = SideStream(self._device, self._delivery.gpu)
@@ -135,7 +140,8 @@ class WorkerSide:
         # Engines that step together wait for each other, and another one may have work.
         self._loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
         self._model = model.digest()
-        self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None)
+        steps = self._preset.name if self._preset is not None else ""
+        self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None, steps=steps)
         self._engine_message.index.CopyFrom(self._index())
         self.connect()
 
@@ -184,7 +190,7 @@ class WorkerSide:
         size = config.store_buffer_bytes
         return StoreQueue(
             client,
-            self._registration(client, [0], size, self._delivery.store, shards.shapes.get(SAVED, ())),
+            self._registration(client, [0, SAVED] if SAVED in shards.parts else [0], size, self._delivery.store),
             parts=len(shards.parts[0]),
             timeout=config.store_timeout_s,
             plain=self._pages is not None,
@@ -223,12 +229,15 @@ class WorkerSide:
         layouts: Sequence[int],
         configured: int,
         make: Callable[[int], Memory],
-        others: Sequence[ChunkLayout] = (),
     ) -> RegisteredMemory:
-        """Return memory for chunks of some shard layouts, which are also stored as ``others``."""
+        """Return memory for chunks of some shard layouts."""
         shapes = [shape for layout in layouts for shape in self._shards.shapes[layout]]
         size, timeout = self._shards.buffer_bytes(layouts, configured), self._engine.config.connect_timeout_s
-        return RegisteredMemory(client, [*shapes, *others], size, timeout, make=make, progress=self._delivery.shared)
+        steps = None
+        if self._preset is not None:
+            starts = [(part.layers[0], part.heads[0]) for layout in layouts for part in self._shards.parts[layout]]
+            steps = PlacedSteps(self._preset.steps, starts)
+        return RegisteredMemory(client, shapes, size, timeout, make, progress=self._delivery.shared, steps=steps)
 
     def _single_layers(self, groups: Groups) -> dict[str, int]:
         """Return the number of each layer that can be loaded alone."""

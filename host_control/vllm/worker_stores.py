@@ -84,10 +84,10 @@ class WorkerStores:
         shards = self._shards
         part, namespace = shards.parts[0][number], shards.shapes[SAVED if operation.exact else 0][number].namespace
         blocks = part.kernel_blocks(operation.blocks)
-        each, rows = part.record_blocks, None
+        assert self._groups is not None
+        each, rows, chunk_tokens = part.record_blocks, None, self._groups.chunk_tokens
         if operation.tail_tokens:  # a row is a token, or a page where the content of pages is not known
-            assert self._groups is not None
-            rows = -(-operation.tail_tokens * shards.shapes[0][number].tokens // self._groups.chunk_tokens)
+            rows = -(-operation.tail_tokens * shards.shapes[0][number].tokens // chunk_tokens)
 
         def copy(index: int, chunk: Any) -> Callable[[], str]:
             part.layout.gather(chunk, blocks[index * each : (index + 1) * each], rows)
@@ -103,6 +103,7 @@ class WorkerStores:
             shape=number + (len(shards.parts[0]) if operation.exact else 0),
             chained=part.group.kind == "full",
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
+            positions=[operation.position + index * chunk_tokens for index in range(len(operation.chunk_keys))],
             anchored=operation.anchored,
             published=operation.published,
             lasts_s=operation.lasts_s,

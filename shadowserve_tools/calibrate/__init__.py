@@ -24,11 +24,16 @@ def calibrate(model: Path, output: Path, force: bool, as_json: bool) -> None:
 
     A step says how coarsely a channel of keys or values may be rounded, from what it changes in the model's
     predictions. The texts come with Python. The file has steps for all presets: near_lossless, small and tiny.
-    Engines cannot use it yet: bench quality measures what such steps lose and save.
+    'shadowserve bench quality' measures what they lose and save.
 
     \b
     A calibration of 135 million parameters takes one minute on two cores; time and memory grow with the model:
         shadowserve calibrate ./SmolLM2-135M-Instruct --output smollm2.calibration
+
+    \b
+    Then configure the engines:
+        quantizer: near_lossless
+        calibration: smollm2.calibration
 
     The model needs full attention in all layers, keys and values of one shape, and rotary positions in halves of a
     head that do not depend on the prompt, or none. Others are refused: MLA, sliding windows, recurrent state,

@@ -66,6 +66,12 @@ ABILITIES: Final[dict[str, Ability]] = {
     "waits": Ability("fetching within the step", "host.asynchronous_fetch: false", host={"asynchronous_fetch": False}),
     "pages": Ability("pages", "host.pages: true", host={"pages": True}, plane=("--tiers", _TIERS), behind="nothing"),
     "binned": Ability("lossy quantizer", "host.quantizer: binned", host={"quantizer": "binned"}, exact=False),
+    "calibrated": Ability(
+        "calibrated quantizer",
+        "host.quantizer: near_lossless, small, tiny",
+        host={"quantizer": "near_lossless", "calibration": "CALIBRATION"},
+        exact=False,
+    ),
     "policy": Ability("fetch-or-recompute policy", "host.fetch_or_recompute: true", host={"fetch_or_recompute": True}),
     "pd": Ability("P/D disaggregation", "host.pd_role: prefill, decode", host={"pd_role": "prefill"}),
     "budget": Ability("interference budget", "host.interference_budget", host={"interference_budget": 0.01}),
@@ -124,6 +130,13 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("layers", "preemption"): Expected("slower", "other_requests"),
     ("layers", "cluster"): Expected("slower", "cluster"),
     ("pages", "binned"): Expected("refused", "pages: true stores pages unchanged, which quantizer: binned"),
+    ("groups", "calibrated"): Expected("refused", "needs keys and values of equal layers in one KV cache group"),
+    ("pages", "calibrated"): Expected("refused", "pages: true stores pages unchanged, which quantizer: near_lossless"),
+    ("binned", "calibrated"): Expected("none", "an engine has the one or the other"),
+    ("calibrated", "ranks"): Expected(
+        test="tests/e2e/test_vllm_calibrated.py::test_an_engine_loads_what_a_preset_stored_within_half_a_step"
+    ),
+    ("calibrated", "tier"): Expected("refused", "ShadowServeTier .* does not use quantizer: near_lossless", _TIER),
     ("pages", "gpu"): Expected(
         "refused",
         "pages: true needs an engine that computes on a CPU",

@@ -17,8 +17,8 @@ from family_fixture import family  # noqa: E402, F401
 
 
 @pytest.fixture(scope="session")
-def references(family: Callable[[str], Path]) -> Any:  # noqa: F811
+def references(family: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: F811
     """Return the outputs of engines without a cache."""
     from runner import References
 
-    return References(family)
+    return References(family, tmp_path_factory.mktemp("calibrations"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
+import numpy as np
 from abilities import ABILITIES, Behind, Expected
 from cluster_support import PASSWORD, Cluster
 from cold_support import CREDENTIALS
@@ -19,6 +20,9 @@ from faulty_s3 import BUCKET, faulty_s3
 from machine import PATIENT, WAIT_MAX_S, free_port, wait_for
 from stack import Process
 from tiny_models import random_tokens
+from transformers import AutoConfig
+
+from shadowserve.calibration import KINDS, PRESETS, Calibration
 
 _BUFFERS: Final = ("decompression", "dequantization", "dma-source", "store")
 _SEVERAL_AT_ONCE: Final = tuple((random_tokens(300, seed), 110) for seed in range(11, 15))
@@ -53,11 +57,30 @@ class References:
 
     Args:
         model: Function from a family to its model's folder.
+        folder: Folder for calibrations.
     """
 
-    def __init__(self, model: Callable[[str], Path]) -> None:
+    def __init__(self, model: Callable[[str], Path], folder: Path) -> None:
         self.model = model
+        self._folder = folder
         self._known: dict[str, dict[tuple[int, ...], list[int]]] = {}
+
+    def calibration(self, family: str) -> Path:
+        """Return a calibration of a family's model: as fine in every channel, as no real one is."""
+        file = self._folder / f"{family}.calibration"
+        if not file.exists():
+            config = AutoConfig.from_pretrained(self.model(family))
+            shape = (config.num_hidden_layers, KINDS, config.num_key_value_heads, config.head_dim)
+            theta = config.rope_parameters.get("rope_theta", 10000.0)
+            Calibration(
+                family,
+                config.architectures[0],
+                json.dumps(config.rope_parameters),
+                dict.fromkeys(PRESETS, np.full(shape, 0.05, np.float32)),
+                np.zeros(shape, np.float32),
+                theta ** -np.arange(0, 1, 2 / config.head_dim),
+            ).write(file)
+        return file
 
     def of(self, family: str) -> dict[tuple[int, ...], list[int]]:
         """Return the outputs of all prompts. A check has shown that another first chunk changes each output."""
@@ -199,6 +222,8 @@ def _run(setup: _Setup, address: str, references: References, forget: Callable[[
     def start(**host: Any) -> Engine:
         # Whether a load goes layer by layer must not depend on measured times.
         extra = {"computing_cache": "none", "layer_order": False, **setup.host, **host}
+        if "calibration" in extra:
+            extra["calibration"] = str(references.calibration(setup.family))
         engine = Engine(model, address, extra=extra, **setup.engine)
         if problem := engine.problem:
             engine.close()

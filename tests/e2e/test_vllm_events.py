@@ -111,7 +111,7 @@ def test_a_record_that_is_still_stored_is_not_removed() -> None:
     hashes = [block_hash(key) for key in record_keys(b"n" * 32, keys)]
 
     def events_after_a_store(absent_seconds: float | None) -> list[str]:
-        made.storing(request, keys, [StoreOperation("r", 0, keys, None, True, [1], absent_seconds=absent_seconds)])
+        made.storing(request, keys, [StoreOperation("r", 0, keys, None, True, [1], 0, absent_seconds=absent_seconds)])
         return [type(event).__name__ for event in made.take()]
 
     assert events_after_a_store(0.0) == []

@@ -235,7 +235,7 @@ _ROWS: Final[dict[str, tuple[_Row, ...]]] = {
     ),
     # ---- ShadowServe -------------------------------------------------------------------------------------------------
     "host": (
-        _K("quantizer bins value_bins scale_tokens chunk_tokens", "contents of records"),
+        _K("quantizer calibration bins value_bins scale_tokens chunk_tokens", "contents of records"),
         _N("*", "how records are moved"),
     ),
     # ---- Environment -------------------------------------------------------------------------------------------------

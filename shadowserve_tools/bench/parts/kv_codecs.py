@@ -60,12 +60,12 @@ def as_record(
 ) -> Stored:
     """Store chunks as ShadowServe's records; the first tokens are ``exact``, and stored once more."""
     bits, back = np.zeros(tuple(kv.shape[:2])), []
-    for index, data in enumerate(records(kv, native.Codec.KVRANS, channels, **treatment)):
+    for data in records(kv, native.Codec.KVRANS, channels, **treatment):
         header = record.parse_header(data)
         for entry in header.slices:
             bits[entry["layer"], entry["kind"]] += 8 * (int(entry["scales_length"]) + int(entry["encoded_length"]))
         bits += 8 * header.header_length / bits.size
-        decoded = record.decode(data, KEY, header.layout, channels=channels, position=index * CHUNK_TOKENS)
+        decoded = record.decode(data, KEY, header.layout, channels=channels)
         elements = torch.frombuffer(decoded, dtype=torch.bfloat16)
         back.append(elements.view(*kv.shape[:2], CHUNK_TOKENS, *kv.shape[3:]).float())
     loaded = torch.cat(back, dim=2)

@@ -1,0 +1,64 @@
+"""Steps of the quantizer ``weighted`` for an engine's model, from the calibration that the configuration names."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from host_control.config import HostConfig
+from shadowserve.calibration import PRESETS, Calibration, Steps, read
+from shadowserve.errors import ConfigurationError
+
+_DIGEST_CHARACTERS: Final = 16
+
+
+@dataclass(frozen=True, eq=False)
+class PresetSteps:
+    """Steps of a preset.
+
+    Attributes:
+        name: The preset, and the first digits of its calibration's digest: engines share KV only with the same name.
+    """
+
+    steps: Steps
+    name: str
+
+
+def preset_steps(config: HostConfig, vllm_config: Any) -> PresetSteps | None:
+    """Return the steps for an engine's model; None if the configured quantizer needs none.
+
+    Raises:
+        ConfigurationError: The file cannot be read, or belongs to another model.
+    """
+    if config.quantizer not in PRESETS:
+        return None
+    calibration = read(Path(config.calibration))
+    _check_model(config.calibration, calibration, vllm_config.model_config)
+    digest = calibration.digest.hex()[:_DIGEST_CHARACTERS]
+    return PresetSteps(calibration.preset(config.quantizer), f"{config.quantizer} of {digest}")
+
+
+def _check_model(file: str, calibration: Calibration, model: Any) -> None:
+    """Raise ConfigurationError unless a calibration fits a model of vLLM."""
+    text = model.hf_text_config
+    architectures = [*(getattr(model.hf_config, "architectures", None) or ()), *(text.architectures or ())]
+    found = {
+        "layers": (calibration.layers, int(text.num_hidden_layers)),
+        "KV heads": (calibration.heads, int(model.get_total_num_kv_heads())),
+        "elements in a head": (calibration.head_size, int(model.get_head_size())),
+    }
+    differences = [f"{theirs} {name} instead of {ours}" for name, (theirs, ours) in found.items() if theirs != ours]
+    if calibration.architecture not in architectures:
+        differences.append(f"the architecture {calibration.architecture} instead of {', '.join(architectures)}")
+    # vLLM adds defaults to the parameters of a checkpoint.
+    rope, actual = json.loads(calibration.rope or "{}"), getattr(text, "rope_parameters", None) or {}
+    differences += [
+        f"{key} {value!r} of the rotary embedding instead of {actual.get(key)!r}"
+        for key, value in rope.items()
+        if actual.get(key) != value
+    ]
+    if differences:
+        raise ConfigurationError(
+            f"the calibration {file} was made of {calibration.model}, which has {'; '.join(differences)}: run "
+            "'shadowserve calibrate' with this engine's model"
+        )

@@ -1,0 +1,149 @@
+"""Quantizers with a calibration in real vLLM: made by ``shadowserve calibrate``, stored, loaded, and kept apart."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from kit import spoil
+from redis import Redis
+from stack import Process
+
+from shadowserve import calibration, record
+from shadowserve.calibration import Calibration
+from shadowserve.chunk import Quantizer
+from shadowserve.keys import storage_key
+from shadowserve.native import Codec
+from shadowserve_tools.calibrate import calibrate
+
+pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+
+CHUNKS = 2
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's calibration, made by the command."""
+    path = tmp_path_factory.mktemp("calibration") / "model.calibration"
+    made = CliRunner().invoke(calibrate, [str(model), "--output", str(path)], catch_exceptions=False)
+    assert made.exit_code == 0, made.output
+    return path
+
+
+@pytest.fixture
+def store(storage: Process) -> Iterator[Redis]:
+    """A client of the storage node, which is empty."""
+    host, port = storage.address.split(":")
+    with Redis(host, int(port)) as client:
+        client.flushall()
+        yield client
+
+
+def records(store: Redis) -> list[bytes]:
+    return [store.get(key) for key in store.keys()]
+
+
+def outputs(engine: Any, text: list[int], cached: int) -> list[int]:
+    """Return the output of a prompt of which this many tokens are loaded."""
+    engine.forget()
+    spoil(engine)
+    (output,) = engine.generate([text])
+    assert output.num_cached_tokens == cached
+    return list(output.outputs[0].token_ids)
+
+
+def decoded(data: bytes, preset: calibration.Steps | None = None) -> bytes:
+    header = record.parse_header(data)
+    assert header.layout.quantizer is (Quantizer.LOSSLESS if preset is None else Quantizer.WEIGHTED)
+    channels = None if preset is None else preset.channels(header.layout.tokens)
+    return bytes(record.decode(data, header.key, header.layout, channels=channels))
+
+
+def by_chunk(found: list[bytes]) -> list[bytes]:
+    """Return the records of two chunks in the order of their prompt."""
+    ordered = sorted(found, key=lambda data: record.parse_header(data).parent != b"")
+    assert len(ordered) == CHUNKS
+    return ordered
+
+
+def test_an_engine_loads_what_a_preset_stored_within_half_a_step(
+    daemon: Process, make_engine: Any, prompt: Any, reference: Any, file: Path, store: Redis, several_workers: None
+) -> None:
+    text, steps = prompt(700), calibration.read(file).preset("small")
+    with closing(make_engine(daemon.address)) as engine:
+        assert engine.outputs([text]) == reference([text])
+        engine.flush()
+    exact = by_chunk(records(store))
+    small = {"quantizer": "small", "calibration": str(file)}
+    with closing(make_engine(daemon.address, extra=small)) as engine:
+        (output,) = engine.generate([text])
+        assert output.num_cached_tokens == 0, "records of another quantizer were loaded"
+        engine.flush()
+        lossy = by_chunk([data for data in records(store) if data not in exact])
+        loaded = outputs(engine, text, 512)
+    assert 2 * sum(map(len, lossy)) < sum(map(len, exact))
+    layers, kinds, heads, size = steps.steps.shape
+    for index, (one, other) in enumerate(zip(exact, lossy, strict=True)):
+        kv = [np.frombuffer(each, np.float32) for each in (decoded(one), decoded(other, steps))]
+        error = np.abs(kv[0] - kv[1]).reshape(layers, kinds, 256, heads, size)
+        assert (error[:, 1] <= 0.501 * steps.steps[:, 1, None] + 1e-5).all(), "values"
+        assert 0 < error[:, 0].max() <= 0.501 * 2**0.5 * steps.steps.max() + 1e-5, "keys"
+        assert error[:, :, :4].any() == (index > 0), "the first tokens of a prompt are exact"
+    # An exact engine that loads the rounded values gives the expected output.
+    for one, other in zip(exact, lossy, strict=True):
+        header = record.parse_header(one)
+        data = record.encode(
+            header.key, Codec(header.codec), header.layout, decoded(other, steps), parent=header.parent
+        )
+        store.delete(storage_key(header.key))
+        store.set(storage_key(header.key), data)
+    with closing(make_engine(daemon.address)) as engine:
+        assert outputs(engine, text, 512) == loaded != reference([text])[0]
+    # Two ranks load the records of one.
+    with closing(make_engine(daemon.address, extra=small, tensor_parallel_size=2)) as engine:
+        (output,) = engine.generate([text])
+        assert output.num_cached_tokens == 512
+        assert list(output.outputs[0].token_ids) == loaded
+
+
+def test_engines_with_other_calibrations_share_nothing(
+    daemon: Process, make_engine: Any, prompt: Any, file: Path, store: Redis, tmp_path: Path
+) -> None:
+    made = calibration.read(file)
+    coarser = {preset: steps * np.float32(1.5) for preset, steps in made.steps.items()}
+    other = tmp_path / "other.calibration"
+    replace(made, steps=coarser).write(other)
+    for path, cached in ((file, 0), (other, 0), (other, 256)):
+        with closing(make_engine(daemon.address, extra={"quantizer": "small", "calibration": str(path)})) as engine:
+            (output,) = engine.generate([prompt(300)])
+            assert output.num_cached_tokens == cached
+            engine.flush()
+    assert len(records(store)) == 2
+
+
+def test_a_calibration_of_another_model_ends_the_start(
+    daemon: Process, make_engine: Any, file: Path, tmp_path: Path
+) -> None:
+    made: Calibration = calibration.read(file)
+    layers = {preset: steps[:-1] for preset, steps in made.steps.items()}
+    rows: list[tuple[dict[str, Any], str]] = [
+        ({"steps": layers, "centres": made.centres[:-1]}, f"{made.layers - 1} layers instead of {made.layers}"),
+        ({"architecture": "GPTNeoXForCausalLM"}, "architecture GPTNeoXForCausalLM instead of LlamaForCausalLM"),
+        ({"rope": '{"rope_theta": 77.0, "rope_type": "default"}'}, "rope_theta 77.0 of the rotary embedding"),
+    ]
+    for changes, reason in rows:
+        wrong = tmp_path / "wrong.calibration"
+        replace(made, **changes).write(wrong)
+        with pytest.raises(Exception, match=reason):
+            make_engine(daemon.address, extra={"quantizer": "tiny", "calibration": str(wrong)})
+    for extra, reason in (
+        ({"quantizer": "tiny"}, "needs a calibration of the model"),
+        ({"calibration": str(file)}, "calibration is set"),
+        ({"quantizer": "tiny", "calibration": str(tmp_path / "none")}, "No such file"),
+    ):
+        with pytest.raises(Exception, match=reason):
+            make_engine(daemon.address, extra=extra)
