@@ -69,7 +69,7 @@ def test_a_refused_registration_leaves_no_memory(
     leftovers: Leftovers,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refused(*arguments: Any) -> Any:
+    def refused(*_: Any, **named: Any) -> Any:
         raise DataPlaneError("as the test says", "refused")
 
     with monkeypatch.context() as patch:

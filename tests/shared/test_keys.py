@@ -73,6 +73,7 @@ OTHER_PART: dict[str, Any] = {
     "layers": (32, 64),
     "heads": (8, 16),
     "group": "sliding window 4096",
+    "steps": "small of 0123456789abcdef",
 }
 OTHER_LAYOUT: dict[str, Any] = {
     "dtype": DType.FLOAT16,
