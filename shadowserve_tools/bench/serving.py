@@ -2,13 +2,14 @@
 
 Method: vLLM runs on one half of the cores; stores and servers of all systems on the other. Every system computes
 documents of 2,048 tokens once and keeps them; then its engine is restarted and gets requests for the same documents.
-Systems: no cache; ShadowServe with defaults (``layer_order: auto``, with learnt times), with whole loads only, and from
-a memory tier of the engine's host; LMCache's multiprocess server with its CPU tier or
+Systems: no cache; ShadowServe with defaults (``layer_order: auto``, with learnt times), with whole loads only, from
+a memory tier of the engine's host, and with ``quantizer: near_lossless``, whose steps give the random model's KV the
+3.6 bits an element that ``bench quality`` measures on a real model; LMCache's multiprocess server with its CPU tier or
 with Redis (its memory emptied before each question), with the flags that a host without a GPU needs, and in its
 strongest mode (shared memory, one more worker, tuned Redis). Stores are on loopback, and behind links of 1 and 4
 Gbit/s. A few engines run at a time, since all of them need too much memory: those of ShadowServe with plain vLLM, then
 each mode of LMCache beside ShadowServe's. These systems take turns document by document, in both orders; a ratio
-compares only requests of such turns. All answers must be equal, one question at a time;
+compares only requests of such turns. All answers but those of ``near_lossless`` must be equal, one question at a time;
 where conversations arrive at a rate, the numbers of computed tokens are compared instead. ``fill_over_off`` compares
 storing with not storing within one engine; two processes of plain vLLM differ by more than that
 (``fill_over_plain_idle``). The limit of a ratio is the link, or writing the KV to memory once, and computing the last
@@ -50,6 +51,7 @@ from shadowserve_tools.bench.parts.serving import (
     check_depends,
     made_up,
     model_options,
+    write_calibration,
     write_model,
 )
 from shadowserve_tools.bench.parts.systems import (
@@ -57,6 +59,7 @@ from shadowserve_tools.bench.parts.systems import (
     LOCAL_SHM,
     OFF,
     OURS,
+    OURS_NEAR,
     OURS_TIER,
     OURS_WHOLE,
     REDIS,
@@ -88,6 +91,8 @@ RATIOS: Final = (
     ("ttft_over_lmcache", ALONE, 0.0, OURS, REDIS, "at most 0.15; LMCache over Redis, defaults"),
     ("ttft_over_lmcache_local", ALONE, 0.0, OURS, LOCAL, "at most 0.2; our remote store, its CPU tier"),
     ("ttft_over_lmcache_link", ALONE, SLOWEST, OURS, REDIS, "at most 0.25; at {:g} Gbit/s"),
+    ("ttft_near_lossless_over_lossless_link", ALONE, SLOWEST, OURS_NEAR, OURS, "at most 0.4; at {:g} Gbit/s"),
+    ("ttft_near_lossless_over_lmcache_link", ALONE, SLOWEST, OURS_NEAR, REDIS, "at most 0.16; at {:g} Gbit/s"),
     ("ttft_over_lmcache_shm", ALONE, 0.0, OURS, REDIS_SHM, "none; its strongest mode"),
     ("ttft_over_lmcache_local_shm", ALONE, 0.0, OURS, LOCAL_SHM, "none; its strongest mode"),
     ("ttft_over_lmcache_link_shm", ALONE, SLOWEST, OURS, REDIS_SHM, "none; its strongest mode"),
@@ -107,14 +112,16 @@ RATIOS: Final = (
 """Name, what was measured, the link's rate, two systems and the goal."""
 _FETCHES_MAX: Final = 1000
 """Most fetches of a recording, which ends by time."""
-FILLING_TOGETHER: Final = ((OFF, OURS), (OFF, LOCAL, REDIS), (OFF, LOCAL_SHM, REDIS_SHM))
+FILLING_TOGETHER: Final = ((OFF, OURS), (OFF, OURS_NEAR), (OFF, LOCAL, REDIS), (OFF, LOCAL_SHM, REDIS_SHM))
 NEAR_TOGETHER: Final = (
     (OFF, OURS, OURS_WHOLE, OURS_TIER), (OURS, LOCAL, REDIS), (OURS, OURS_TIER, LOCAL_SHM, REDIS_SHM),
 )  # fmt: skip
-FAR_TOGETHER: Final = ((OURS, OURS_WHOLE), (OURS, REDIS), (OURS, REDIS_SHM))
+FAR_TOGETHER: Final = ((OURS, OURS_WHOLE, OURS_NEAR), (OURS, OURS_NEAR, REDIS), (OURS, REDIS_SHM))
 """Systems whose engines run at the same time."""
 WRITES: Final = 15
 """Number of writes; their median counts."""
+NEAR_LOSSLESS_BITS: Final = 3.55
+"""Entropy of an element; records take 3.6 bits, with their headers and tables."""
 AWAKENING_TOKENS: Final = 8
 """Output tokens of the warm-up request before each measured one."""
 _LEARNT_CHUNKS: Final = (1, 2, 4)
@@ -134,14 +141,14 @@ class _Results:
         requests: Results by what was measured, the link's rate (0: loopback) and the system, in the same order for
             each system of a ``group``. Requests that arrive at a rate have ``cpu_s`` and ``tokens_per_s`` of their run.
         fetching: Part of the retrieval in which ShadowServe's data plane fetched, by the link's rate.
-        link_s: Time of the link alone for a document's bytes.
+        link_s: Time of the link alone for a document's bytes, by the link's rate and the system.
         over_link: Duration of the data plane's fetch over that.
         writing_s: Time of writing a document's KV to memory.
     """
 
     requests: dict[tuple[str, float, str], list[dict[str, Any]]] = field(default_factory=lambda: defaultdict(list))
     fetching: dict[float, float] = field(default_factory=dict)
-    link_s: dict[float, float] = field(default_factory=dict)
+    link_s: dict[tuple[float, str], float] = field(default_factory=dict)
     over_link: dict[float, float] = field(default_factory=dict)
     writing_s: float = 0.0
 
@@ -155,13 +162,14 @@ class _Results:
         each = ([[result for result in results if result["group"] == group] for results in found] for group in groups)
         return [pair for one in each for pair in zip(*one, strict=False)]
 
-    def limits(self, rate: float, others: str) -> list[float]:
+    def limits(self, rate: float, own: str, others: str) -> list[float]:
         """Return the limit of a first token's ratio: only the unavoidable parts take time.
 
         These are the link, or writing the document's KV to memory, whichever takes longer, and then the last tokens.
         """
         last_s = statistics.median(result["last_s"] for result in self.requests[ALONE, rate, OURS_WHOLE])
-        moved = max(self.link_s.get(rate, 0.0), self.writing_s)
+        recorded = OURS_NEAR if own == OURS_NEAR else OURS_WHOLE
+        moved = max(self.link_s.get((rate, recorded), 0.0), self.writing_s)
         return [(moved + last_s) / result["ttft_s"] for result in self.requests.get((ALONE, rate, others), [])]
 
 
@@ -231,7 +239,9 @@ class _Bench:
         self._progress("starting servers")
         size = self._load.documents * self._host.document_bytes
         more, absent = peers(self._host, peers_python, size)
-        self._systems = [*ours(self._host), *more]
+        calibration = self._host.folder / "near_lossless.calibration"
+        write_calibration(self._host.folder, calibration, NEAR_LOSSLESS_BITS)
+        self._systems = [*ours(self._host, calibration), *more]
         self._progress("starting the engine without a cache")
         self._plain = self._engine(self._host.stack, System(), "plain")
         self._ask(self._plain, _WARM_UP, 0)
@@ -269,7 +279,7 @@ class _Bench:
         if stored:
             system.stored(engine, stored)
         result["cpu_s"] = _cpu(engine, system) - begin
-        self._answers.check(system.name, document, question, result, cached)
+        self._answers.check(system, document, question, result, cached)
         return result
 
     def fill(self, fills: int) -> None:
@@ -337,7 +347,7 @@ class _Bench:
                     result = self._measured(system, engine, document, 1 + number, self._cached(system))
                     self._results.add(ALONE, rate, system.name, group, result)
         for system, engine in turns:
-            if system.name == OURS_WHOLE:
+            if system.name in (OURS_WHOLE, OURS_NEAR):
                 self._progress("recording")
                 self._record(rate, system, engine)
         for number in range(0 if rate else self._rounds):
@@ -371,14 +381,17 @@ class _Bench:
         def ask() -> None:
             found.extend(self._ask(engine, document, 0) for document in range(self._load.documents))
 
-        seconds = 1 + 2 * sum(result["end_s"] for result in results.requests[ALONE, rate, OURS_WHOLE]) / self._repeats
+        asked = results.requests[ALONE, rate, system.name][-self._repeats * self._load.documents :]
+        seconds = 1 + 2 * sum(result["end_s"] for result in asked) / self._repeats
         spans, _ = record(system.data_plane, seconds, _FETCHES_MAX, ask)
         fetching = sum(span.end_ns - span.begin_ns for span in spans if span.step == "fetch") / 1e9
-        results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
+        if system.name == OURS_WHOLE:
+            results.fetching[rate] = fetching / sum(result["retrieval_s"] for result in found)
         if rate:
             received = sum(span.output_bytes for span in spans if span.step == "net")
-            results.link_s[rate] = received * 8 / (TCP_SHARE * rate * 1e9) / len(found)
-            results.over_link[rate] = fetching / len(found) / results.link_s[rate]
+            results.link_s[rate, system.name] = received * 8 / (TCP_SHARE * rate * 1e9) / len(found)
+        if rate and system.name == OURS_WHOLE:
+            results.over_link[rate] = fetching / len(found) / results.link_s[rate, system.name]
 
 
 def _running(together: Sequence[Sequence[str]], there: Sequence[System]) -> Iterator[tuple[int, list[System]]]:
@@ -421,7 +434,7 @@ def _report(report: Report, results: _Results, absent: dict[str, str], slowest: 
         rate = slowest if rate == SLOWEST else rate
         figure = "request_s" if what == FILLING else "ttft_s"
         if pairs := results.pairs(what, rate, own, other):
-            limits = results.limits(rate, other) if what == ALONE and own in (OURS, OURS_TIER) else ()
+            limits = results.limits(rate, own, other) if what == ALONE and own in (OURS, OURS_NEAR, OURS_TIER) else ()
             both = zip(*([result[figure] for result in pair] for pair in pairs), strict=True)
             report.ratio(name, over(*both), goal.format(slowest), limits)
     for rate, ratio in results.over_link.items():

@@ -16,7 +16,7 @@ from shadowserve_tools.bench.oversubscription import limit
 from shadowserve_tools.bench.parts import engine
 from shadowserve_tools.bench.parts.engine import Watch, model_config, write_weights
 from shadowserve_tools.bench.parts.serving import Partition, arrivals
-from shadowserve_tools.bench.parts.systems import Answers
+from shadowserve_tools.bench.parts.systems import Answers, System
 
 
 def test_arrivals_depend_on_their_seed_and_have_the_rate() -> None:
@@ -42,13 +42,14 @@ def test_cores_are_halved(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_different_answer_is_an_error() -> None:
     answers = Answers()
-    answers.check("A", 0, 0, {"answer": [1, 2], "cached": 0}, 0)
-    answers.check("B", 0, 0, {"answer": [1, 2], "cached": 256}, 256)
-    answers.check("B", 1, 0, {"answer": [3, 2], "cached": 256}, 256)
+    answers.check(System(name="A"), 0, 0, {"answer": [1, 2], "cached": 0}, 0)
+    answers.check(System(name="B"), 0, 0, {"answer": [1, 2], "cached": 256}, 256)
+    answers.check(System(name="B"), 1, 0, {"answer": [3, 2], "cached": 256}, 256)
     with pytest.raises(ShadowServeError, match=r"B, question 0 about document 0: the answer is \[1, 3\]; of A it was"):
-        answers.check("B", 0, 0, {"answer": [1, 3], "cached": 256}, 256)
+        answers.check(System(name="B"), 0, 0, {"answer": [1, 3], "cached": 256}, 256)
     with pytest.raises(ShadowServeError, match="0 tokens were not computed, instead of 256"):
-        answers.check("B", 0, 0, {"answer": [1, 2], "cached": 0}, 256)
+        answers.check(System(name="B"), 0, 0, {"answer": [1, 2], "cached": 0}, 256)
+    answers.check(System(name="lossy", exact=False), 0, 0, {"answer": [1, 3], "cached": 256}, 256)
 
 
 class Clock:

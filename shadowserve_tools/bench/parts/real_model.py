@@ -66,19 +66,28 @@ class RealModel:
     """
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
         logging.set_verbosity_error()
         logging.disable_progress_bar()
+        self._folder = folder
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ShadowServeError(f"{folder} is no model that transformers reads: {error}") from error
         self._model.eval().requires_grad_(False)
         self.name = folder.resolve().name
         self.architecture = str((self._model.config.architectures or [type(self._model).__name__])[0])
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self._folder, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ShadowServeError(f"{self._folder} has no tokenizer that transformers reads: {error}") from error
 
     @property
     def rope(self) -> str:

@@ -8,6 +8,7 @@ in nothing else take turns within seconds.
 import contextlib
 import functools
 import json
+import math
 import os
 import random
 import secrets
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from shadowserve.calibration import PRESETS, Calibration
 from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
@@ -213,6 +215,22 @@ def write_model(folder: Path, model: Model, load: Load) -> None:
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(config))
     write_weights(folder / "model", config)
+
+
+def write_calibration(folder: Path, file: Path, bits: float) -> None:
+    """Write a calibration of the model in ``folder`` whose steps give ``bits`` of entropy an element.
+
+    The entropy of a normally distributed channel is that of its spread in steps, and 2.05 bits.
+    """
+    from shadowserve_tools.bench.parts.real_model import RealModel  # it loads torch
+
+    used = RealModel(folder / "model")
+    plain = used.plain(used.prefill(made_up(DEFAULT_CHUNK_TOKENS)))
+    steps = (plain.std(dim=2) / 2 ** (bits - 0.5 * math.log2(2 * math.pi * math.e))).numpy()
+    presets = dict.fromkeys(PRESETS, steps)
+    Calibration(used.name, used.architecture, used.rope, presets, plain.mean(dim=2).numpy(), used.frequencies).write(
+        file
+    )
 
 
 ENVIRONMENT: Final = {
