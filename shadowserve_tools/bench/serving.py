@@ -120,8 +120,6 @@ FAR_TOGETHER: Final = ((OURS, OURS_WHOLE, OURS_NEAR), (OURS, OURS_NEAR, REDIS), 
 """Systems whose engines run at the same time."""
 WRITES: Final = 15
 """Number of writes; their median counts."""
-NEAR_LOSSLESS_BITS: Final = 3.55
-"""Entropy of an element; records take 3.6 bits, with their headers and tables."""
 AWAKENING_TOKENS: Final = 8
 """Output tokens of the warm-up request before each measured one."""
 _LEARNT_CHUNKS: Final = (1, 2, 4)
@@ -240,7 +238,7 @@ class _Bench:
         size = self._load.documents * self._host.document_bytes
         more, absent = peers(self._host, peers_python, size)
         calibration = self._host.folder / "near_lossless.calibration"
-        write_calibration(self._host.folder, calibration, NEAR_LOSSLESS_BITS)
+        write_calibration(self._host.folder, calibration)
         self._systems = [*ours(self._host, calibration), *more]
         self._progress("starting the engine without a cache")
         self._plain = self._engine(self._host.stack, System(), "plain")

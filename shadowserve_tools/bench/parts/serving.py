@@ -8,7 +8,6 @@ in nothing else take turns within seconds.
 import contextlib
 import functools
 import json
-import math
 import os
 import random
 import secrets
@@ -28,6 +27,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
 from shadowserve_tools.bench.parts.options import Decorator, whole
+from shadowserve_tools.bench.parts.workload import step_of
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
 
@@ -217,17 +217,13 @@ def write_model(folder: Path, model: Model, load: Load) -> None:
     write_weights(folder / "model", config)
 
 
-def write_calibration(folder: Path, file: Path, bits: float) -> None:
-    """Write a calibration of the model in ``folder`` whose steps give ``bits`` of entropy an element.
-
-    The entropy of a normally distributed channel is that of its spread in steps, and 2.05 bits.
-    """
+def write_calibration(folder: Path, file: Path) -> None:
+    """Write a calibration of the model in ``folder`` with the steps of :func:`step_of`."""
     from shadowserve_tools.bench.parts.real_model import RealModel  # it loads torch
 
     used = RealModel(folder / "model")
     plain = used.plain(used.prefill(made_up(DEFAULT_CHUNK_TOKENS)))
-    steps = (plain.std(dim=2) / 2 ** (bits - 0.5 * math.log2(2 * math.pi * math.e))).numpy()
-    presets = dict.fromkeys(PRESETS, steps)
+    presets = dict.fromkeys(PRESETS, step_of(plain.std(dim=2)).numpy())
     Calibration(used.name, used.architecture, used.rope, presets, plain.mean(dim=2).numpy(), used.frequencies).write(
         file
     )

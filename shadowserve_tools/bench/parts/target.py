@@ -11,6 +11,7 @@ import numpy as np
 from host_control.client import DataPlaneClient, FetchPart
 from host_control.registered_memory import RegisteredMemory
 from shadowserve import native
+from shadowserve.calibration import PlacedSteps
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve_tools.bench.parts.workload import Workload
@@ -70,7 +71,10 @@ class Target:
         """Register shared memory of ``size`` bytes (by default for all chunks) with the data plane at ``address``."""
         with closing(DataPlaneClient(address, connect_timeout_s=CALL_TIMEOUT_S)) as plane:
             size = size or workload.raw_bytes
-            registration = RegisteredMemory(plane, [workload.layout], size, connect_timeout_s=CALL_TIMEOUT_S)
+            steps = None if workload.steps is None else PlacedSteps(workload.steps, [(0, 0)])
+            registration = RegisteredMemory(
+                plane, [workload.layout], size, connect_timeout_s=CALL_TIMEOUT_S, steps=steps
+            )
             with closing(registration):
                 yield cls(plane, registration, workload)
 

@@ -9,11 +9,12 @@ their symbols are smaller: 3.83 bits, 2.4 % less in 8 classes.
 """
 
 import dataclasses
+import math
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import numpy.typing as npt
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from host_control.config import HostConfig
 from shadowserve import native, record
+from shadowserve.calibration import Steps
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import (
     DEFAULT_CHUNK_TOKENS,
@@ -40,6 +42,10 @@ if TYPE_CHECKING:
 MODEL: Final = ModelIdentity(model="bench/llama-3.1-8b", dtype="bfloat16")
 ROPE_BASE: Final = 500_000.0
 """RoPE base of Llama 3. From one channel of a key to the next, rotation slows down by its 64th root."""
+HEAD_SIZE: Final = 128
+NEAR_LOSSLESS_BITS: Final = 3.55
+"""Entropy of an element; records take 3.6 bits, with headers and tables."""
+_Spread = TypeVar("_Spread", bound=Any)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,7 @@ class Workload:
 
     Attributes:
         crcs: CRC-32 of each chunk's KV as it must be delivered.
+        steps: Steps of all layers and heads, with ``weighted``.
     """
 
     layout: ChunkLayout
@@ -56,9 +63,12 @@ class Workload:
     keys: list[bytes]
     records: list[bytes]
     crcs: list[int]
+    steps: Steps | None = None
 
     @property
     def label(self) -> str:
+        if self.steps is not None:
+            return "near lossless"
         if self.layout.quantizer is not Quantizer.BINNED:
             return self.layout.quantizer.label
         return f"binned {self.layout.bins}/{self.layout.value_bins} (lossy)"
@@ -81,7 +91,8 @@ def llama_8b(
     Args:
         after: Chunks of the same shape that the prompt begins with, such as a system prompt.
         layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
-        quantizer: Lossless, the default of users, or binned with the default bins (lossy).
+        quantizer: Lossless, the default of users, binned with the default bins (lossy), or weighted with steps that
+            give an element ``NEAR_LOSSLESS_BITS`` of entropy, as ``near_lossless`` has on a real model.
         codec: Name of the codec; None for the default of a data plane.
     """
     host = HostConfig.model_fields
@@ -93,13 +104,36 @@ def llama_8b(
     tokens = generator.integers(0, 128_000, chunks * DEFAULT_CHUNK_TOKENS).tolist()
     tokens, records, crcs = (after.tokens + tokens, [*after.records], [*after.crcs]) if after else (tokens, [], [])
     keys = keys_of(layout, tokens)
-    for key, kv in zip(
-        keys[len(records) :], tracked(_values(generator, layout, chunks), "making KV", chunks), strict=True
-    ):
-        encoded = record.encode(key, chosen, layout, kv)
+    patterns = kv_patterns(generator, layout)
+    steps = _near_lossless(patterns) if quantizer is Quantizer.WEIGHTED else None
+    channels = steps.channels(layout.tokens) if steps is not None else None
+    for index in tracked(range(len(records), len(keys)), "making KV"):
+        kv = memoryview(np.roll(patterns, index * 7, axis=2).reshape(-1)).cast("B")
+        position = index * DEFAULT_CHUNK_TOKENS
+        encoded = record.encode(keys[index], chosen, layout, kv, channels=channels, position=position)
         records.append(encoded)
-        crcs.append(native.crc32(record.decode(encoded, key, layout)))
-    return Workload(layout, chosen, tokens, keys, records, crcs)
+        crcs.append(native.crc32(record.decode(encoded, keys[index], layout, channels=channels)))
+    return Workload(layout, chosen, tokens, keys, records, crcs, steps)
+
+
+def step_of(spread: _Spread) -> _Spread:
+    """Return the steps that give normally distributed channels of some spread ``NEAR_LOSSLESS_BITS``.
+
+    The entropy of a normal distribution is that of its spread in steps, and 2.05 bits.
+    """
+    return spread / 2 ** (NEAR_LOSSLESS_BITS - 0.5 * math.log2(2 * math.pi * math.e))
+
+
+def _near_lossless(patterns: npt.NDArray[np.uint16]) -> Steps:
+    """Return steps for KV of the shape [layers, kinds, tokens, heads x 128], with keys of all positions alike."""
+    layers, kinds, tokens, _ = patterns.shape
+    values = (patterns.astype(np.uint32) << 16).view(np.float32).reshape(layers, kinds, tokens, -1, HEAD_SIZE)
+    frequencies = ROPE_BASE ** -np.arange(0, 1, 2 / HEAD_SIZE)
+    angles = (np.arange(tokens)[:, None] * frequencies)[:, None]
+    first, second = np.split(values[:, 0].copy(), 2, axis=-1)
+    cosines, sines = np.cos(angles), np.sin(angles)
+    values[:, 0] = np.concatenate([first * cosines + second * sines, second * cosines - first * sines], axis=-1)
+    return Steps(step_of(values.std(axis=2)), values.mean(axis=2), frequencies)
 
 
 def named_layout(layers: int, heads: int, group: str = "", **shape: Any) -> ChunkLayout:
@@ -141,13 +175,6 @@ def made_up_slices(layers: int, vector_length: int, tokens: int = DEFAULT_CHUNK_
         tokens=tokens, quantizer=Quantizer.LOSSLESS,
     )  # fmt: skip
     return kv_patterns(np.random.default_rng(8), layout).reshape(-1, tokens, vector_length)
-
-
-def _values(generator: np.random.Generator, layout: ChunkLayout, chunks: int) -> Iterator[memoryview]:
-    """Yield the chunks' KV: one set of values, shifted for each chunk."""
-    patterns = kv_patterns(generator, layout)
-    for chunk in range(chunks):
-        yield memoryview(np.roll(patterns, chunk * 7, axis=2).reshape(-1)).cast("B")
 
 
 def uncompressed(workload: Workload, chunks: Iterable[bytes]) -> Workload:
