@@ -27,7 +27,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
 from shadowserve_tools.bench.parts.options import Decorator, whole
-from shadowserve_tools.bench.parts.workload import step_of
+from shadowserve_tools.bench.parts.workload import STEP_OF_SPREAD
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
 
@@ -218,12 +218,12 @@ def write_model(folder: Path, model: Model, load: Load) -> None:
 
 
 def write_calibration(folder: Path, file: Path) -> None:
-    """Write a calibration of the model in ``folder`` with the steps of :func:`step_of`."""
+    """Write a calibration of the model in ``folder`` with steps of ``STEP_OF_SPREAD``."""
     from shadowserve_tools.bench.parts.real_model import RealModel  # it loads torch
 
     used = RealModel(folder / "model")
     plain = used.plain(used.prefill(made_up(DEFAULT_CHUNK_TOKENS)))
-    presets = dict.fromkeys(PRESETS, step_of(plain.std(dim=2)).numpy())
+    presets = dict.fromkeys(PRESETS, (STEP_OF_SPREAD * plain.std(dim=2)).numpy())
     Calibration(used.name, used.architecture, used.rope, presets, plain.mean(dim=2).numpy(), used.frequencies).write(
         file
     )

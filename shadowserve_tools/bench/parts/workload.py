@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,9 @@ MODEL: Final = ModelIdentity(model="bench/llama-3.1-8b", dtype="bfloat16")
 ROPE_BASE: Final = 500_000.0
 """RoPE base of Llama 3. From one channel of a key to the next, rotation slows down by its 64th root."""
 HEAD_SIZE: Final = 128
-NEAR_LOSSLESS_BITS: Final = 3.55
-"""Entropy of an element; records take 3.6 bits, with headers and tables."""
-_Spread = TypeVar("_Spread", bound=Any)
+STEP_OF_SPREAD: Final = 2 ** (0.5 * math.log2(2 * math.pi * math.e) - 3.55)
+"""Step, as a share of a normally distributed channel's spread, with which an element has 3.55 bits of entropy. Records
+take 3.6 bits, with headers and tables, as those of ``near_lossless`` do on a real model (``bench quality``)."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ def llama_8b(
     Args:
         after: Chunks of the same shape that the prompt begins with, such as a system prompt.
         layers: Number of layers; fewer make a chunk smaller, and its slices keep their size.
-        quantizer: Lossless, the default of users, binned with the default bins (lossy), or weighted with steps that
-            give an element ``NEAR_LOSSLESS_BITS`` of entropy, as ``near_lossless`` has on a real model.
+        quantizer: Lossless, the default of users, binned with the default bins (lossy), or weighted with steps of
+            ``STEP_OF_SPREAD``.
         codec: Name of the codec; None for the default of a data plane.
     """
     host = HostConfig.model_fields
@@ -116,14 +116,6 @@ def llama_8b(
     return Workload(layout, chosen, tokens, keys, records, crcs, steps)
 
 
-def step_of(spread: _Spread) -> _Spread:
-    """Return the steps that give normally distributed channels of some spread ``NEAR_LOSSLESS_BITS``.
-
-    The entropy of a normal distribution is that of its spread in steps, and 2.05 bits.
-    """
-    return spread / 2 ** (NEAR_LOSSLESS_BITS - 0.5 * math.log2(2 * math.pi * math.e))
-
-
 def _near_lossless(patterns: npt.NDArray[np.uint16]) -> Steps:
     """Return steps for KV of the shape [layers, kinds, tokens, heads x 128], with keys of all positions alike."""
     layers, kinds, tokens, _ = patterns.shape
@@ -133,7 +125,7 @@ def _near_lossless(patterns: npt.NDArray[np.uint16]) -> Steps:
     first, second = np.split(values[:, 0].copy(), 2, axis=-1)
     cosines, sines = np.cos(angles), np.sin(angles)
     values[:, 0] = np.concatenate([first * cosines + second * sines, second * cosines - first * sines], axis=-1)
-    return Steps(step_of(values.std(axis=2)), values.mean(axis=2), frequencies)
+    return Steps(np.float32(STEP_OF_SPREAD) * values.std(axis=2), values.mean(axis=2), frequencies.astype(np.float64))
 
 
 def named_layout(layers: int, heads: int, group: str = "", **shape: Any) -> ChunkLayout:
