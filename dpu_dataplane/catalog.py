@@ -165,7 +165,7 @@ class Catalog:
             changed = self._publications.withdraw(owner, keys)
         if self._source.publishes_here:
             return pb.REACH_ALL
-        if plain and self._source.keeps_plain:
+        if plain and self._source.has_tiers:
             return pb.REACH_DATA_PLANE
         taken = await self._source.publish(changed, lasts_ms) if changed else True
         return pb.REACH_ALL if taken else pb.REACH_NONE
@@ -248,7 +248,7 @@ class Catalog:
         if self._source.publishes_here:
             return self._publications.pending(keys)
         flags = await self._source.published(keys)
-        return flags if flags is None or not self._source.keeps_plain else flags | self._publications.pending(keys)
+        return flags if flags is None or not self._source.has_tiers else flags | self._publications.pending(keys)
 
     async def find(
         self, keys: Sequence[bytes], *, fresh: bool, waiting: bool = True, headers: bool = False

@@ -517,7 +517,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             mover = _STORERS[request.purpose]
             positions = self._validate.positions(request.positions, layout, len(keys))
             args = (registration, layout, offset, keys, parents, positions, request.lasts_ms)
-            store = Store(*args, plain=plain, mover=mover)
+            store = Store(*args, plain=plain, keep=self._validate.keep(request.keep), mover=mover)
             size = len(keys) * layout.raw_bytes
             with self._registrations.claim(registration, offset, size, writing=False):
                 response = await self._storer.store(job, store)

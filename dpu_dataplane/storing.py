@@ -50,6 +50,7 @@ class Store:
     positions: Sequence[int] = ()  # of each chunk's first token in its prompt, for ``weighted``
     lasts_ms: int = 0  # lifetime of the records; 0 for no end
     plain: bool = False  # the records are not compressed, and stay in local tiers if there are any
+    keep: int = pb.KEEP_ALL  # where the records are kept
     mover: Mover = Mover.STORE  # mover of the bytes, for the interference budget
     stored: dict[int, int] = field(default_factory=dict)
 
@@ -84,6 +85,8 @@ class Storer:
         """Store chunks; QueueFullError if too many stores wait. Returns once nothing reads the region any more."""
         keys = store.keys
         try:
+            if store.keep == pb.KEEP_LOCAL and not self.source.has_tiers:
+                raise Stop(pb.OUTCOME_STORAGE_REFUSED, "this data plane has no local tiers; configure dpu.tiers")
             async with self.queue.turn(job):
                 for first in range(0, len(keys), QUESTION_KEYS_MAX):
                     await self._store_keys(job, store, range(first, min(first + QUESTION_KEYS_MAX, len(keys))))
@@ -101,7 +104,8 @@ class Storer:
     async def _store_keys(self, job: Job, store: Store, indexes: range) -> None:
         """Store the chunks of one lookup: encode batches, and put them meanwhile."""
         keys = store.keys[indexes.start : indexes.stop]
-        lookup = self.source.find(keys) if store.plain else self.source.find_stored(keys)
+        local = store.plain or store.keep == pb.KEEP_LOCAL
+        lookup = self.source.find(keys) if local else self.source.find_stored(keys)
         found = await job.within(lookup, "asking storage which records it has")
         unanswered = next((index for index, each in enumerate(found) if isinstance(each, Unanswered)), None)
         answered = indexes if unanswered is None else indexes[:unanswered]
@@ -227,6 +231,7 @@ class Storer:
             store.lasts_ms,
             store.plain,
             saved=store.mover is Mover.PREEMPTION_SAVE and store.lasts_ms > 0,
+            keep=store.keep,
         )
         result, text = await self.source.put(job, key, record)
         if result is not Result.OK:

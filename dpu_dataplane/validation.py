@@ -136,6 +136,10 @@ class Validator:
     def purpose(self, purpose: int) -> None:
         self._enum("purpose", purpose, pb.Purpose)
 
+    def keep(self, keep: int) -> int:
+        self._enum("keep", keep, pb.Keep)
+        return keep
+
     @staticmethod
     def _enum(name: str, value: int, kind: Any) -> None:
         if value not in kind.values():

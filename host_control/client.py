@@ -543,6 +543,7 @@ class DataPlaneClient:
         lasts_s: float = 0.0,
         plain: bool = False,
         purpose: Any = pb.PURPOSE_REQUEST,
+        keep: Any = pb.KEEP_ALL,
     ) -> StoreAnswer:
         """Store chunks that are in registered memory one after the other; block until the outcome.
 
@@ -554,6 +555,7 @@ class DataPlaneClient:
             layout: Index of the chunk layout among those that the memory was registered with.
             lasts_s: Seconds after which the chunks are of no use; 0: for good.
             plain: Store uncompressed, so that devices can bring the chunks into pages.
+            keep: Tiers that keep the records.
         """
         nothing = unpack(b"", len(keys))
         if not self.breakers["store"].allow():
@@ -570,6 +572,7 @@ class DataPlaneClient:
             plain=plain,
             layout=layout,
             purpose=purpose,
+            keep=keep,
         )
         try:
             answer = self._connection.stub.Store(request, **self._within(timeout + _GRACE))

@@ -73,6 +73,10 @@ class HostConfig(Section):
     calibration: str = ""
     """File of ``shadowserve calibrate`` for ``near_lossless``, ``small`` and ``tiny``. Engines with another calibration
     share no KV with this one."""
+    exact_copies: bool = False
+    """With a lossy quantizer: also store exact values in the local tiers of the data plane (docs/guides/tiers.md), and
+    load these where they cover as much of a prompt. Storage has only the smaller records, local tiers only the exact
+    ones."""
     bins: int = Field(64, ge=4, le=256, multiple_of=2)
     """Bins of the ``binned`` quantizer for keys, and for MLA."""
     value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
@@ -179,6 +183,10 @@ class HostConfig(Section):
             raise ValueError(
                 f"calibration is set, and quantizer: {self.quantizer} does not use it; remove it, or set quantizer to "
                 + " or ".join(PRESETS)
+            )
+        if self.exact_copies and self.quantizer in ("lossless", "passthrough"):
+            raise ValueError(
+                f"exact_copies: true needs a lossy quantizer, and quantizer is {self.quantizer}; remove exact_copies"
             )
         return self
 

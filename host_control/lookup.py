@@ -28,6 +28,8 @@ from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 from shadowserve.pieces import Flags, leading
 from shadowserve.tier import Tier
 
+EXACT: Final = -2
+"""Key, among shard layouts, of exact records in local tiers beside the engine's own lossy ones."""
 SAVED: Final = -1
 """Key, among shard layouts, of the records of preempted requests, where the others are not exact."""
 

@@ -115,17 +115,19 @@ class Prober:
     def best(self, chunk_keys: Sequence[bytes], timeout: float, *, published: bool) -> tuple[Probe, Probe]:
         """Probe this engine's own records; return that probe, and the one of the shard layout with the longest prefix.
 
-        Of other shard layouts only the first chunk is asked for at first: most prompts have no records there.
+        Exact copies are preferred to lossy records of the same prefix. Of other shard layouts only the first chunk is
+        asked for at first: most prompts have no records there.
 
         Raises:
             DataPlaneError: Some data plane did not answer.
         """
         ends = monotonic() + timeout
-        counts = {layout: 1 if layout else len(chunk_keys) for layout in self.layouts}
+        counts = {layout: 1 if layout > 0 else len(chunk_keys) for layout in self.layouts}
         own, *others = self.ask(counts, chunk_keys, timeout, published=published)
-        best = own
-        if not own.stored.all():
-            for layout in [probe.shard_layout for probe in others if probe.extent]:
+        exact = [each for each in others if each.shard_layout < 0]
+        best = max([*exact, own], key=lambda probe: probe.extent)  # the first one of the longest
+        if not best.stored.all():
+            for layout in [probe.shard_layout for probe in others if probe.extent and probe not in exact]:
                 left = max(ends - monotonic(), 0.001)
                 (other,) = self.ask({layout: len(chunk_keys)}, chunk_keys, left, published=published)
                 best = max(best, other, key=lambda probe: probe.extent)

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from host_control.client import DataPlaneClient, StoreAnswer
 from host_control.registered_memory import Memory, RegisteredMemory
@@ -35,6 +35,7 @@ class _Staged:
         part, shape: Numbers of its shard, and of the chunk layout that it is stored in.
         parent: Record key of the chunk before it; empty for a prompt's first.
         position: Position of its first token in its prompt.
+        copy: Its exact copy: chunk layout, key and parent.
         wait: Waits for the end of the copy; returns why the chunk is not to be stored, or empty. None: it has ended.
         published: Other engines may wait for the chunk.
         lasts_s: Seconds after which it is of no use; 0: for good.
@@ -53,11 +54,22 @@ class _Staged:
     lasts_s: float = 0.0
     purpose: Any = pb.PURPOSE_REQUEST
     reported: bool = False
+    copy: tuple[int, bytes, bytes] | None = None
 
     def precedes(self, other: "_Staged") -> bool:
         """Tell if another chunk can be stored in the same call, right behind this one."""
         alike = other.segment is self.segment and other.lasts_s == self.lasts_s and other.purpose == self.purpose
-        return alike and other.shape == self.shape and other.slot == self.slot + 1
+        return (
+            alike and other.shape == self.shape and other.slot == self.slot + 1 and bool(self.copy) == bool(other.copy)
+        )
+
+
+class Copies(NamedTuple):
+    """Exact copies of chunks, which local tiers keep: their chunk layout, keys, and the key before the first."""
+
+    shape: int
+    keys: Sequence[bytes]
+    previous: bytes
 
 
 class _Slots:
@@ -229,6 +241,7 @@ class StoreQueue:
         lasts_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
         reported: bool = False,
+        copies: Copies | None = None,
     ) -> int:
         """Stage consecutive chunks of one prompt and shard, without those that are stored; return their number.
 
@@ -244,6 +257,7 @@ class StoreQueue:
             published: Other engines may wait for them: those that are dropped are withdrawn.
             lasts_s: Seconds after which they are of no use; 0: for good.
             reported: :meth:`take_stored` tells when they are stored, also of those that are by now.
+            copies: Store the same chunks in this form in local tiers, too, and these records in storage only.
         """
         with self._condition:
             reachable = not chained or previous is None or anchored or previous in self._recent
@@ -271,6 +285,9 @@ class StoreQueue:
             chunk = _Staged(
                 part, shape, key, parents[index], segment, slot, position, None, published, lasts_s, purpose, reported
             )
+            if copies is not None:
+                parent = copies.keys[index - 1] if index else copies.previous
+                chunk = replace(chunk, copy=(copies.shape, copies.keys[index], parent if chained else b""))
             if not self._stage(chunk, index, gather):
                 reachable = not chained
                 dropped.append(key)
@@ -433,6 +450,8 @@ class StoreQueue:
                 retried = True  # the data plane has restarted: register again, once
                 self._registration.retire(release=False)
                 continue
+            if answer.quiet:
+                self._copy(batch)
             self._settle(batch, answer)
             return
 
@@ -444,6 +463,29 @@ class StoreQueue:
                 self._drop(batch[index:], reason)
                 return batch[:index]
         return batch
+
+    def _copy(self, batch: list[_Staged]) -> None:
+        """Store the exact copies of chunks in local tiers. Those without room are counted and dropped."""
+        copies = [staged.copy for staged in batch if staged.copy is not None]
+        if len(copies) < len(batch):
+            return
+        answer = self._client.store(
+            next(self._job_ids),
+            self._registration.memory_id,
+            self._slots.place(batch[0].part, batch[0].slot).start,
+            [key for _, key, _ in copies],
+            [parent for _, _, parent in copies],
+            self._timeout,
+            layout=copies[0][0],
+            lasts_s=batch[0].lasts_s,
+            keep=pb.KEEP_LOCAL,
+        )
+        self._count("copied", int(answer.stored.sum()))
+        if answer.reason != Reason.COMPLETE:
+            self._count(f"uncopied_{answer.reason}", int((~answer.stored).sum()))
+            self.details[f"copies: {answer.reason}"] = answer.detail
+        if not answer.quiet:
+            self._registration.retire(release=True)
 
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
         weighted = self._registration.shapes[batch[0].shape].quantizer is Quantizer.WEIGHTED
@@ -459,6 +501,7 @@ class StoreQueue:
             lasts_s=batch[0].lasts_s,
             plain=self._plain,
             purpose=batch[0].purpose,
+            keep=pb.KEEP_ALL if batch[0].copy is None else pb.KEEP_STORAGE,
         )
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:

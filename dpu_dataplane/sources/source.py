@@ -23,6 +23,7 @@ from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
+from shadowserve.proto import dataplane_pb2 as pb
 
 QUESTION_KEYS_MAX: Final = 8192  # most keys in one request to a source: 16 ranks' chains of 128K tokens
 
@@ -69,6 +70,7 @@ class Encoded:
     lasts_ms: int = 0  # lifetime in ms; 0 for no end
     plain: bool = False  # the record is not compressed, and stays in local tiers if there are any
     saved: bool = False  # it is of a preempted request, and stays in local tiers if these have room
+    keep: int = pb.KEEP_ALL  # where the record is kept
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +163,7 @@ class Source(ABC):
     name: str  # name for messages
     page_loader: PageLoader | None = None
     publishes_here: bool = False
-    keeps_plain: bool = False  # records that are not compressed stay in tiers of this machine
+    has_tiers: bool = False  # records can stay in tiers of this machine
 
     @property
     @abstractmethod

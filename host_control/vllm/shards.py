@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from host_control.config import HostConfig
 from host_control.layouts import ChunkRegion, LayoutKind, PagedLayout, element_type
-from host_control.lookup import SAVED
+from host_control.lookup import EXACT, SAVED
 from host_control.vllm.calibrated import PresetSteps
 from host_control.vllm.groups import Group, Groups
 from host_control.vllm.probe import find_layout
@@ -73,7 +73,13 @@ class Shard:
         return [block * self.ratio + index if block >= 0 else block for block in blocks for index in range(self.ratio)]
 
     def described(
-        self, model: ModelIdentity, config: HostConfig, preset: PresetSteps | None = None, *, saved: bool = False
+        self,
+        model: ModelIdentity,
+        config: HostConfig,
+        preset: PresetSteps | None = None,
+        *,
+        exact: bool = False,
+        saved: bool = False,
     ) -> ChunkLayout:
         """Return the layout, quantizer and namespace of the shard's chunks.
 
@@ -82,7 +88,8 @@ class Shard:
 
         Args:
             preset: Steps for the configured quantizer.
-            saved: The records hold blocks of preempted requests and have a namespace of their own.
+            exact: The records hold exact values, as those of an engine without a lossy quantizer.
+            saved: Likewise; they hold blocks of preempted requests and have a namespace of their own.
 
         Raises:
             UncacheableError: The record format cannot hold such a chunk.
@@ -90,7 +97,7 @@ class Shard:
         dtype = element_type(self.layout.dtype)
         quantizer = Quantizer.WEIGHTED if preset is not None else Quantizer.from_label(config.quantizer)
         assert dtype is not None, "PagedLayout accepted this dtype"
-        if (saved or not self.binnable) and quantizer in LOSSY:
+        if (exact or saved or not self.binnable) and quantizer in LOSSY:
             quantizer = Quantizer.LOSSLESS
         if dtype is DType.UINT8 and quantizer is Quantizer.BINNED and _is_float8_e4m3(model.dtype):
             dtype = DType.FLOAT8_E4M3
@@ -130,7 +137,7 @@ def manager_key(shard_layout: int) -> int:
 
 
 class WorkerShards:
-    """Shards of a worker by shard layout: 0 is its own, ``SAVED`` holds saves of preempted requests."""
+    """Shards of a worker by shard layout: 0 is its own; ``SAVED`` and ``EXACT`` are exact ones beside lossy ones."""
 
     def __init__(self) -> None:
         self.parts: dict[int, list[Shard]] = {}
@@ -139,6 +146,11 @@ class WorkerShards:
     def layouts_of(self, key: int) -> list[int]:
         """Return the shard layouts whose records the manager with this key fetches."""
         return [layout for layout in self.parts if manager_key(layout) == key]
+
+    @property
+    def stored_layouts(self) -> list[int]:
+        """Shard layouts of the records that this worker stores, each with as many shards."""
+        return [layout for layout in (0, SAVED, EXACT) if layout in self.parts]
 
     def first_of(self, shard_layout: int) -> int:
         """Return the index of a shard layout's first shard among all shards of its manager."""

@@ -27,7 +27,7 @@ _TIER_UNUSED: Final = (
     *("asynchronous_fetch", "layer_order", "pages", "fetch_or_recompute", "hints", "pd_role", "pd_timeout_s"),
     *("computing_cache", "device", "delivery", "reshaping_buffer_bytes", "lookup_threads", "otlp_endpoint"),
     "metrics_port",
-    *("chunk_tokens", "load_tokens_min", "bins", "value_bins", "scale_tokens"),
+    *("chunk_tokens", "load_tokens_min", "exact_copies", "bins", "value_bins", "scale_tokens"),
 )
 
 

@@ -13,7 +13,7 @@ import torch
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
-from host_control.lookup import SAVED
+from host_control.lookup import EXACT, SAVED
 from host_control.manager import ORDERS, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import Memory, RegisteredMemory
@@ -125,6 +125,8 @@ class WorkerSide:
             if any(shape.quantizer in LOSSY for _, shape in own):
                 saved = [replace(part, shard_layout=SAVED) for part, _ in own]
                 described += [(part, part.described(model, config, preset, saved=True)) for part in saved]
+                exact = [replace(part, shard_layout=EXACT) for part, _ in own if config.exact_copies]
+                described[:0] = [(part, part.described(model, config, preset, exact=True)) for part in exact]
         except (UncacheableError, ConfigurationError) as error:
             self.problem = str(error)  # the scheduler side learns of it and logs it
             return
@@ -190,7 +192,7 @@ class WorkerSide:
         size = config.store_buffer_bytes
         return StoreQueue(
             client,
-            self._registration(client, [0, SAVED] if SAVED in shards.parts else [0], size, self._delivery.store),
+            self._registration(client, shards.stored_layouts, size, self._delivery.store),
             parts=len(shards.parts[0]),
             timeout=config.store_timeout_s,
             plain=self._pages is not None,

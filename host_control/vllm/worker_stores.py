@@ -9,8 +9,8 @@ from typing import Any, Final
 import torch
 
 from host_control.config import HostConfig
-from host_control.lookup import SAVED
-from host_control.store import StoreQueue
+from host_control.lookup import EXACT, SAVED
+from host_control.store import Copies, StoreQueue
 from host_control.transfer import Reason
 from host_control.vllm.groups import Groups
 from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation
@@ -20,7 +20,7 @@ from host_control.vllm.weights_watch import WeightsWatch
 from shadowserve.keys import block_hash, record_keys
 from shadowserve.proto import dataplane_pb2 as pb
 
-_NAMES: Final = {"stored": "stored_chunks", "unreported": "dropped_events"}
+_NAMES: Final = {"stored": "stored_chunks", "unreported": "dropped_events", "copied": "exact_copies"}
 """Metrics of the store queue's counters that have other names."""
 
 
@@ -85,6 +85,7 @@ class WorkerStores:
         part, namespace = shards.parts[0][number], shards.shapes[SAVED if operation.exact else 0][number].namespace
         blocks = part.kernel_blocks(operation.blocks)
         assert self._groups is not None
+        layout, layouts = SAVED if operation.exact and SAVED in shards.shapes else 0, shards.stored_layouts
         each, rows, chunk_tokens = part.record_blocks, None, self._groups.chunk_tokens
         if operation.tail_tokens:  # a row is a token, or a page where the content of pages is not known
             rows = -(-operation.tail_tokens * shards.shapes[0][number].tokens // chunk_tokens)
@@ -100,7 +101,8 @@ class WorkerStores:
             record_keys(namespace, operation.chunk_keys),
             copy,
             part=number,
-            shape=number + (len(shards.parts[0]) if operation.exact else 0),
+            shape=number + layouts.index(layout) * len(shards.parts[0]),
+            copies=self._copies(operation, number) if EXACT in layouts and layout == 0 else None,
             chained=part.group.kind == "full",
             previous=record_keys(namespace, [operation.previous])[0] if operation.previous is not None else None,
             positions=[operation.position + index * chunk_tokens for index in range(len(operation.chunk_keys))],
@@ -111,6 +113,14 @@ class WorkerStores:
             reported=not (operation.exact or operation.lasts_s or operation.tail_tokens),
             absent_since=float("-inf") if absent is None else time.monotonic() - absent,
         )
+
+    def _copies(self, operation: StoreOperation, number: int) -> Copies:
+        """Return the exact copies of an operation's chunks."""
+        shards = self._shards
+        namespace = shards.shapes[EXACT][number].namespace
+        previous = record_keys(namespace, [operation.previous])[0] if operation.previous is not None else b""
+        shape = number + shards.stored_layouts.index(EXACT) * len(shards.parts[0])
+        return Copies(shape, record_keys(namespace, operation.chunk_keys), previous)
 
     def take_saved(self) -> dict[str, int]:
         """Return the requests whose save is stored or dropped by now, each with 1 for this rank."""
@@ -141,6 +151,10 @@ class WorkerStores:
                 reason = name.removeprefix("dropped_")
                 self._counts.add("dropped_stores", count, reason=reason)
                 self._failures.warn("chunks were not stored", reason, self.queue.details.get(reason, ""))
+            elif name.startswith("uncopied_"):
+                reason = name.removeprefix("uncopied_")
+                self._counts.add("dropped_copies", count, reason=reason)
+                self._failures.warn("exact copies were not stored", reason, self.queue.details[f"copies: {reason}"])
             else:
                 self._counts.add(_NAMES.get(name, name), count)
 

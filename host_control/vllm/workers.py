@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
-from host_control.lookup import SAVED
+from host_control.lookup import EXACT, SAVED
 from host_control.vllm.groups import Group
 from host_control.vllm.metadata import WorkerHandshake
 from host_control.vllm.shards import SHARD_LAYOUTS
@@ -77,7 +77,7 @@ def _readable_layouts(shakes: Sequence[WorkerHandshake], groups: Sequence[Group]
     named = [{(layout, index) for layout, index, _ in shake.namespaces} for shake in shakes]
     return [
         layout
-        for layout in range(SAVED, len(SHARD_LAYOUTS) + 1)
+        for layout in range(EXACT, len(SHARD_LAYOUTS) + 1)
         if all({(layout, group.index) for group in groups} <= each for each in named)
     ]
 

@@ -247,6 +247,7 @@ ROWS: dict[str, list[Row]] = {
         ({"keys": keys_of(SHAPE, SIZE // ONE + 1)}, ["outside"]),
         ({"offset": 2**64 - 2}, ["outside"]),
         ({"layout": 1, "offset": SIZE - 4}, ["end outside the registered memory"]),
+        ({"keep": 7}, ["keep is 7"]),
     ],
     "Trace": [({"timeout_ms": 0}, ["timeout_ms"]), ({"fetches": 0}, ["fetches"])],
     "Decided": [

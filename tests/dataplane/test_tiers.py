@@ -176,6 +176,29 @@ async def test_saved_records_with_an_end_stay_in_the_tier_if_it_has_room(storage
             assert client.chunk(0) == kv(shape, 0)
 
 
+async def test_a_store_keeps_records_in_the_tiers_that_it_names(storage: Server) -> None:
+    keys = keys_of(SHAPE, 3)
+    async with serving(SHAPE, 1, storage, tiers=tiers_of()) as (daemon, client):
+        for key, keep, (stored, cached) in zip(
+            keys,
+            (pb.KEEP_ALL, pb.KEEP_LOCAL, pb.KEEP_STORAGE),
+            ((True, True), (False, True), (True, False)),
+            strict=True,
+        ):
+            assert await store(client, [0], keys=[key], keep=keep) == [True]
+            assert storage.has(key) is stored
+            before = daemon.metrics.tier_records["memory"]
+            assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
+            assert daemon.metrics.tier_records["memory"] - before == cached
+    large = layout(vector_length=8192)  # 2 MiB
+    async with serving(large, 1, storage, tiers=tiers_of(memory="1MiB")) as (_, client):
+        client.fill(1)
+        [key] = keys_of(large, 1, seed=9)
+        answer = await client.store([key], keep=pb.KEEP_LOCAL)
+        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_REFUSED, 0) and "no room" in answer.detail
+        assert not storage.has(key)
+
+
 async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server, tmp_path: Path) -> None:
     """A memory for six chunks, of which devices may load two at a time, and a device for about ten chunks."""
     keys = keys_of(SHAPE, 24, seed=3)

@@ -1,5 +1,6 @@
 """Chunks of the quantizer ``weighted``: hosts send steps with their memory, and positions with their stores."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,9 +104,9 @@ async def test_weighted_chunks_are_stored_and_fetched_with_the_steps_of_their_sh
 
 
 async def test_vectors_outside_of_all_steps_are_counted(storage: Server, steps: Steps) -> None:
-    keys = keys_of(SHAPE, 2)
+    keys, coarse = keys_of(SHAPE, 2), replace(steps, steps=np.full_like(steps.steps, 0.3))
     async with running(storage) as (daemon, client):
-        await register(client, steps)
+        await register(client, coarse)
         client.fill(2)
         rows = client.segment.memory[: 2 * SHAPE.raw_bytes].view(np.uint16).reshape(-1, SHAPE.vector_length)
         rows[[5, 40, 41]] = 0x7F80  # infinity: one vector in one slice, two in another

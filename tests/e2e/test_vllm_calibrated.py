@@ -1,5 +1,6 @@
 """Quantizers with a calibration in real vLLM: made by ``shadowserve calibrate``, stored, loaded, and kept apart."""
 
+import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from kit import spoil
+from machine import PATIENT, free_port, wait_for
 from redis import Redis
 from stack import Process
 
@@ -110,6 +112,48 @@ def test_an_engine_loads_what_a_preset_stored_within_half_a_step(
         assert list(output.outputs[0].token_ids) == loaded
 
 
+def test_exact_copies_stay_in_local_tiers_and_are_preferred(
+    storage: Process, make_engine: Any, prompt: Any, reference: Any, file: Path, store: Redis
+) -> None:
+    text = prompt(700)
+    tiers = json.dumps({"memory_budget_bytes": "64MiB"})
+    address = f"127.0.0.1:{free_port()}"
+    plane = Process("dpu", "--listen", address, "--storage", storage.address, "--tiers", tiers, *PATIENT)
+    extra = {"quantizer": "small", "calibration": str(file), "exact_copies": True}
+    try:
+        with closing(make_engine(plane.address, extra=extra)) as engine:
+            assert engine.outputs([text]) == reference([text])
+            engine.flush()
+            found = by_chunk(records(store))
+            assert all(record.parse_header(data).layout.quantizer is Quantizer.WEIGHTED for data in found)
+            assert outputs(engine, text, 512) == reference([text])[0], "exact values were loaded"
+            counted = engine.counters()
+            assert counted["exact_copies"] == 2 and counted["tier_hit_tokens/memory"] == 512
+            plane.kill()
+            plane.restart()  # its memory is empty
+
+            def loads() -> bool:
+                engine.forget()
+                return bool(engine.generate([text])[0].num_cached_tokens)
+
+            wait_for(loads)
+            assert outputs(engine, text, 512) != reference([text])[0], "rounded values were loaded"
+    finally:
+        plane.stop()
+
+
+def test_exact_copies_without_local_tiers_are_counted(
+    daemon: Process, make_engine: Any, prompt: Any, file: Path, store: Redis
+) -> None:
+    extra = {"quantizer": "small", "calibration": str(file), "exact_copies": True}
+    with closing(make_engine(daemon.address, extra=extra)) as engine:
+        engine.generate([prompt(300)])
+        engine.flush()
+        engine.generate([prompt(31)])  # vLLM collects counters in a step
+        assert engine.counters()["dropped_copies/storage_refused"] == 1
+    assert len(records(store)) == 1
+
+
 def test_engines_with_other_calibrations_share_nothing(
     daemon: Process, make_engine: Any, prompt: Any, file: Path, store: Redis, tmp_path: Path
 ) -> None:
@@ -143,6 +187,7 @@ def test_a_calibration_of_another_model_ends_the_start(
     for extra, reason in (
         ({"quantizer": "tiny"}, "needs a calibration of the model"),
         ({"calibration": str(file)}, "calibration is set"),
+        ({"exact_copies": True}, "needs a lossy quantizer"),
         ({"quantizer": "tiny", "calibration": str(tmp_path / "none")}, "No such file"),
     ):
         with pytest.raises(Exception, match=reason):

@@ -20,6 +20,7 @@ from dpu_dataplane.sources.tiers.tiers import Tiers
 from shadowserve.errors import StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
+from shadowserve.proto import dataplane_pb2 as pb
 
 _PIN_MAX_S: Final = 600
 """Longest pin in a pool that is alone, as on a storage node by default."""
@@ -34,7 +35,7 @@ class TieredSource(Source):
     authority on what is stored; while it is unreachable, the pool serves alone.
     """
 
-    keeps_plain = True
+    has_tiers = True
 
     def __init__(self, config: DataPlaneConfig, below: Source | None, resources: Resources) -> None:
         self._below = below
@@ -215,17 +216,20 @@ class TieredSource(Source):
         return done
 
     async def put(self, job: Job, key: bytes, record: Encoded) -> tuple[Result, str]:
-        """Put a record into the pool, and below, unless the record is plain or of a preempted request.
+        """Put a record into the pool, and below, unless it is plain, of a preempted request, or to be kept elsewhere.
 
         Above another source the pool takes it if it has room now; alone it waits for room.
         """
+        if record.keep == pb.KEEP_STORAGE and self._below is not None:
+            return await self._below.put(job, key, record)
         local = await self._tiers.put(job, key, record, wait=self._below is None)
-        if local and (record.saved or record.plain):
+        only_local = record.saved or record.plain or record.keep == pb.KEEP_LOCAL
+        if local and only_local:
             return Result.OK, ""
         if self._below is None:
             refusal = f"{self._tiers.name} have no room for it; give them more memory, or devices"
             return (Result.OK, "") if local else (Result.REFUSED, refusal)
-        if record.plain:
+        if record.plain or record.keep == pb.KEEP_LOCAL:
             return Result.REFUSED, f"{self._tiers.name} have no room for it just now"
         try:
             return await self._below.put(job, key, record)
