@@ -4,10 +4,12 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from host_control.config import HostConfig
-from shadowserve.errors import ConfigurationError
+from shadowserve.calibration import read
+from shadowserve.errors import ConfigurationError, NotInstalledError
 from shadowserve_tools.doctor.finding import Finding
 
 WHAT: Final = "kv-transfer-config"
@@ -74,6 +76,18 @@ def transfer_config(engine: EngineConfig) -> Iterator[Finding]:
         remedy = 'add "kv_load_failure_policy": "recompute"'
         found = f"kv_load_failure_policy is '{policy}': vLLM fails requests whose KV cannot be loaded"
         yield Finding("load failures", "warning", found, remedy)
+    if config.calibration:
+        yield _calibration(config)
+
+
+def _calibration(config: HostConfig) -> Finding:
+    """Read a calibration; only an engine knows whether it is of its model."""
+    try:
+        found = read(Path(config.calibration))
+    except (ConfigurationError, NotInstalledError) as error:
+        return Finding("calibration", "failed", str(error), "run 'shadowserve calibrate MODEL --output FILE'")
+    shape = f"{found.layers} layers, {found.heads} KV heads of {found.head_size}"
+    return Finding("calibration", "ok", f"{config.quantizer} of {found.digest.hex()[:16]}: {found.model}, {shape}")
 
 
 def _shown(values: Mapping[str, Any], key: str) -> str:

@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from machine import PATIENT, free_port, http_server
 
 from host_control.config import HostConfig
 from shadowserve import __version__
+from shadowserve.calibration import PRESETS, Calibration
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import ModelIdentity
 from shadowserve.proto.convert import engine_message
@@ -235,6 +237,18 @@ def test_the_data_planes_address_comes_from_the_transfer_config(transfer: dict[s
 def test_a_load_failure_policy_that_fails_requests_is_a_warning() -> None:
     found = doctor("--kv-transfer-config", json.dumps(ENGINE | {"kv_load_failure_policy": "fail"}))
     assert found["load failures"][0] == "warning" and "recompute" in found["load failures"][2]
+
+
+def test_a_calibration_is_read(tmp_path: Path) -> None:
+    file, shape = tmp_path / "model.calibration", (2, 2, 4, 8)
+    extra = {"data_plane": "127.0.0.1:1", "quantizer": "small", "calibration": str(file)}
+    arguments = ("--kv-transfer-config", json.dumps(ENGINE | {"kv_connector_extra_config": extra}))
+    state, found, remedy = doctor(*arguments)["calibration"]
+    assert (state, "No such file" in found, "shadowserve calibrate" in remedy) == ("failed", True, True)
+    steps, centres = np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    Calibration("a model", "Llama", "", dict.fromkeys(PRESETS, steps), centres, np.empty(0)).write(file)
+    state, found, _ = doctor(*arguments)["calibration"]
+    assert state == "ok" and "a model, 2 layers, 4 KV heads of 8" in found
 
 
 def test_the_listed_vllm_keys_are_complete() -> None:
