@@ -2,7 +2,7 @@
 
 Method: slices of 256 tokens are encoded and decoded with each codec, in each instruction set that has own kernels.
 The data are synthetic, in Llama-3.1-8B's shape with the channel structure of real KV (their speeds count), and real
-KV of the project's own small model (its sizes count). Quantization has 16 to 256 bins, or is lossless in bfloat16,
+KV of SmolLM2-135M (its sizes count). Quantization has 16 to 256 bins, or is lossless in bfloat16,
 float32 and float8_e4m3. Speeds are from memory to memory, in CPU time; "to bf16" includes dequantization. Codecs
 whose ratio is reported take turns of their own, a fifth of a second each, in both orders; a pair is of one turn. Bits
 are stored bits for each element, scales included. "zlib + numpy" is a straightforward implementation on the streams
@@ -46,7 +46,7 @@ OURS: Final = ("kvrans", "deflate", "zstd")
 COMPARED_MORE: Final = 5
 """Turns of the codecs in ratios, for each turn of all."""
 LLAMA, SMALL, REAL = "llama-8b", "synthetic, vectors of 128", "real"
-TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, own model"}
+TITLES: Final = {LLAMA: "Llama-8B's shape", REAL: "Real KV, SmolLM2-135M"}
 RAW: Final = -zlib.MAX_WBITS
 """Deflate without a header."""
 Patterns = npt.NDArray[np.uint16]
@@ -103,7 +103,7 @@ _Subjects = dict[str, _Subject]
 
 
 def real_kv() -> Patterns:
-    """Return slices of real KV of the project's own small model, bfloat16."""
+    """Return slices of real KV of SmolLM2-135M, bfloat16: vectors of 192 elements."""
     if not REAL_KV.exists():
         raise ShadowServeError(f"{REAL_KV} is not there: 'bench codecs' runs from the project's repository")
     data, chunks = REAL_KV.read_bytes(), []
