@@ -40,7 +40,8 @@ _SCANS_OF_BATCH: Final = 32
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_BYTES_MAX: Final = 32 << 20
 _REPLAYS_MAX: Final = 8
-"""Clients whose replays are unfinished; a further one takes the place of the oldest."""
+"""Clients whose replays are unfinished, and those that wait for a snapshot; a further one takes the place of the
+oldest."""
 _QUEUED_REPLAYED_MAX: Final = 64
 """Batches that wait for one of these clients."""
 _REPLAY_WAIT_S: Final = 0.005
@@ -49,6 +50,7 @@ _QUEUED_BATCHES_MAX: Final = 1_000
 _LINGER_MS: Final = 500
 """For so long the last batch may wait for slow subscribers."""
 _SNAPSHOT_INTERVAL_S: Final = 10.0
+"""Least time between two snapshots for replays; a replay that needs one waits for so long."""
 _RETRY_S: Final = 1.0
 _DOWN_S: Final = 10.0
 """Time without the node after which nothing of it counts as stored."""
@@ -297,6 +299,7 @@ class Relay:
         self._down = False
         self._retry_s = 0.0
         self._snapshot_s = -_SNAPSHOT_INTERVAL_S
+        self._early: dict[bytes, int] = {}  # requests that wait for the next snapshot, the newest last
 
     def stop(self, *_: int | FrameType | None) -> None:
         self._stopped = True
@@ -308,13 +311,19 @@ class Relay:
     def turn(self) -> None:
         """Publish what has changed, and answer requests to replay."""
         self._follow()
-        requests = self._publisher.wait(self._interval_s)
-        now_s = time.monotonic()
-        if any(self._publisher.lacks(first) for _, first in requests) and now_s >= self._snapshot_s:
-            self._snapshot_s = now_s + _SNAPSHOT_INTERVAL_S
-            self._feed.start_over()
-            self._follow()
-        for client, first in requests:
+        requests = self._early | dict(self._publisher.wait(self._interval_s))
+        self._early = {}
+        if any(map(self._publisher.lacks, requests.values())):
+            now_s = time.monotonic()
+            if now_s >= self._snapshot_s:
+                self._snapshot_s = now_s + _SNAPSHOT_INTERVAL_S
+                self._feed.start_over()
+                self._follow()
+            else:
+                early = [(client, first) for client, first in requests.items() if self._publisher.lacks(first)]
+                self._early = dict(early[-_REPLAYS_MAX:])
+                requests = {client: first for client, first in requests.items() if not self._publisher.lacks(first)}
+        for client, first in requests.items():
             self._publisher.replay(client, first)
 
     def _follow(self) -> None:
