@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import zmq
 from click.testing import CliRunner
-from kv_events import END, AllBlocksCleared, Router
+from kv_events import DECODER, END, AllBlocksCleared, Router
 from machine import free_port, wait_for
 from storage_support import Child, Client, Start, login, make_record
 
+import shadowserve_tools.events
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve_tools import main
-from shadowserve_tools.events import Feed, Publisher
+from shadowserve_tools.events import Feed, Publisher, Relay
 
 USERS = """user ann on >a ~* +@all -@admin tenant=a
 user bob on >b ~* +@all -@admin tenant=b
@@ -207,6 +208,24 @@ def test_a_snapshot_ends_that_takes_longer_than_the_log_keeps_and_pauses_where_i
     hopeless = Feed(lambda: short)  # type: ignore[arg-type, return-value]
     assert not short.hashes(hopeless) and not short.hashes(hopeless)
     assert (feed.started_over, hopeless.started_over) == (1, 1)
+
+
+def test_a_router_that_lost_the_last_batches_of_an_idle_node_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a router that connected again had an empty index until the next change of what is stored."""
+    monkeypatch.setattr(shadowserve_tools.events, "_IDLE_S", 0.05)
+    node = ScriptedNode(pages=5, kept=100)
+    publisher = Publisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "", 100)
+    relay = Relay(Feed(lambda: node), publisher, 0.01)  # type: ignore[arg-type, return-value]
+    relay.turn()
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscribed:
+        subscribed.linger = 0
+        subscribed.connect(f"tcp://127.0.0.1:{publisher.port}")
+        subscribed.subscribe(b"")
+        wait_for(lambda: relay.turn() or subscribed.poll(0))
+        _, number, payload = subscribed.recv_multipart()
+        assert not publisher.lacks(0) and DECODER.decode(payload).events == []
+        publisher.close()
+    assert int.from_bytes(number, "big") > 0
 
 
 def test_a_tenants_feed_has_its_own_keys_only_and_needs_the_right_to_read_them(
