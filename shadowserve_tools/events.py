@@ -40,7 +40,8 @@ _SCANS_OF_BATCH: Final = 32
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_BYTES_MAX: Final = 32 << 20
 _REPLAYS_MAX: Final = 8
-"""Clients whose replays are unfinished; a further one takes the place of the oldest."""
+"""Clients whose replays are unfinished, and those that wait for a snapshot; a further one takes the place of the
+oldest."""
 _QUEUED_REPLAYED_MAX: Final = 64
 """Batches that wait for one of these clients."""
 _REPLAY_WAIT_S: Final = 0.005
@@ -49,6 +50,9 @@ _QUEUED_BATCHES_MAX: Final = 1_000
 _LINGER_MS: Final = 500
 """For so long the last batch may wait for slow subscribers."""
 _SNAPSHOT_INTERVAL_S: Final = 10.0
+"""Least time between two snapshots for replays; a replay that needs one waits for so long."""
+_IDLE_S: Final = 10.0
+"""Time without changes after which an empty batch lets subscribers notice that they have lost the last ones."""
 _RETRY_S: Final = 1.0
 _DOWN_S: Final = 10.0
 """Time without the node after which nothing of it counts as stored."""
@@ -185,6 +189,7 @@ class Publisher:
     Attributes:
         port: TCP port of the PUB socket, 0 without one.
         replay_port: TCP port of the ROUTER socket.
+        published_s: Monotonic time of the last batch.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str, topic: str, batches_max: int) -> None:
@@ -195,6 +200,7 @@ class Publisher:
         self._kept_bytes = 0
         self._batches_max = batches_max
         self._next = time.time_ns() // 1_000_000  # above the numbers before a restart, so subscribers see a gap
+        self.published_s = time.monotonic()
         self._begins = -1  # number of the last batch that everything stored begins with
         self._replays: dict[bytes, int] = {}  # next number by client
         self._encode = msgspec.msgpack.Encoder().encode
@@ -222,8 +228,8 @@ class Publisher:
 
     def publish(self, events: list[Event]) -> None:
         payload = self._encode([time.time(), events, 0])
-        number, self._next = self._next, self._next + 1
-        if events[0]["type"] == "AllBlocksCleared":
+        number, self._next, self.published_s = self._next, self._next + 1, time.monotonic()
+        if events and events[0]["type"] == "AllBlocksCleared":
             self._begins = number
         self._kept.append((number, payload))
         self._kept_bytes += len(payload)
@@ -297,6 +303,7 @@ class Relay:
         self._down = False
         self._retry_s = 0.0
         self._snapshot_s = -_SNAPSHOT_INTERVAL_S
+        self._early: dict[bytes, int] = {}  # requests that wait for the next snapshot, the newest last
 
     def stop(self, *_: int | FrameType | None) -> None:
         self._stopped = True
@@ -308,13 +315,21 @@ class Relay:
     def turn(self) -> None:
         """Publish what has changed, and answer requests to replay."""
         self._follow()
-        requests = self._publisher.wait(self._interval_s)
-        now_s = time.monotonic()
-        if any(self._publisher.lacks(first) for _, first in requests) and now_s >= self._snapshot_s:
-            self._snapshot_s = now_s + _SNAPSHOT_INTERVAL_S
-            self._feed.start_over()
-            self._follow()
-        for client, first in requests:
+        if time.monotonic() - self._publisher.published_s > _IDLE_S:
+            self._publisher.publish([])
+        requests = self._early | dict(self._publisher.wait(self._interval_s))
+        self._early = {}
+        if any(map(self._publisher.lacks, requests.values())):
+            now_s = time.monotonic()
+            if now_s >= self._snapshot_s:
+                self._snapshot_s = now_s + _SNAPSHOT_INTERVAL_S
+                self._feed.start_over()
+                self._follow()
+            else:
+                early = [(client, first) for client, first in requests.items() if self._publisher.lacks(first)]
+                self._early = dict(early[-_REPLAYS_MAX:])
+                requests = {client: first for client, first in requests.items() if not self._publisher.lacks(first)}
+        for client, first in requests.items():
             self._publisher.replay(client, first)
 
     def _follow(self) -> None:

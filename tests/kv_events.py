@@ -1,12 +1,18 @@
 """KV events as routers read them: what the documents of llm-d and Dynamo name, and an index made from a feed."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 import zmq
 from machine import WAIT_MAX_S
+from preloaded import Preloaded
 
+_REPOSITORY = Path(__file__).parents[1]
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -86,3 +92,58 @@ def replayed_index(endpoint: str) -> Index:
     for number, payload in replayed(endpoint):
         index.take(number, payload)
     return index
+
+
+class Router:
+    """A subscriber of ``shadowserve events``, which requests lost batches again."""
+
+    def __init__(self, port: int, folder: Path, *flags: str, password: str = "") -> None:
+        self.replays = f"ipc://{folder}/replay"
+        command = [sys.executable, "-m", "shadowserve_tools", "events", f"127.0.0.1:{port}", "--interval", "0.01"]
+        command += ["--endpoint", f"ipc://{folder}/pub", "--replay-endpoint", self.replays, *flags]
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
+        self._command, self._env = command, clean | ({"SHADOWSERVE_STORAGE_PASSWORD": password} if password else {})
+        self.start()
+        self._context = zmq.Context()
+        self._subscribed = self._context.socket(zmq.SUB)
+        self._subscribed.linger = 0
+        self._subscribed.connect(f"ipc://{folder}/pub")
+        self._subscribed.subscribe(b"")
+        self.index = self.replayed()
+
+    def start(self) -> None:
+        self.process = Preloaded(self._command, cwd=_REPOSITORY, env=self._env, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None and self.process.stdout.readline().startswith("ready")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        assert self.process.wait(WAIT_MAX_S) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def replayed(self) -> Index:
+        """Return a new router's index, of what the program has kept."""
+        return replayed_index(self.replays)
+
+    def take(self) -> None:
+        """Take what has been published."""
+        while self._subscribed.poll(0):
+            _, number, payload = self._subscribed.recv_multipart()
+            at = int.from_bytes(number, "big")
+            if at == max(self.index.batches, default=-1) + 1:
+                self.index.take(at, payload)
+            elif at not in self.index.batches:
+                self.index = self.replayed()
+
+    def agrees(self, stored: set[int]) -> bool:
+        """Take what has been published; return whether the index has the hashes of what is stored."""
+        self.take()
+        return self.index.hashes == stored
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self._subscribed.close()
+        self._context.term()

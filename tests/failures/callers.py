@@ -72,7 +72,7 @@ class Caller:
                 return False, None
             self.tally.note(Outcome.REFUSED, f"{what}: the client's deadline passed: {self.silence}")
         except (redis.exceptions.RedisError, OSError, ValueError) as error:  # ValueError: the answer is not RESP
-            self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {_generic(str(error))}")
+            self.tally.note(Outcome.REFUSED, f"{what}: {type(error).__name__}: {generic(str(error))}")
             if not isinstance(error, redis.exceptions.ResponseError):
                 self.reconnect()
         self.tally.note_late(what, began, self._deadline_s)
@@ -180,7 +180,7 @@ def load(callers: Sequence[Caller], keys: Sequence[str], seed: int) -> contextli
     return going_on(callers[0].tally, [working(*pair) for pair in enumerate(callers)])
 
 
-def _generic(text: str) -> str:
+def generic(text: str) -> str:
     """Return an error's text without ports and addresses, so that equal reasons count as one."""
     words = [word for word in text.replace("\n", " ").split() if not any(letter.isdigit() for letter in word)]
     return " ".join(words)[:120]
@@ -188,8 +188,8 @@ def _generic(text: str) -> str:
 
 # ---- Over a data plane
 
-_MODEL: Final = ModelIdentity(model="failures", dtype="bfloat16", chunk_tokens=64)
-SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
+MODEL: Final = ModelIdentity(model="failures", dtype="bfloat16", chunk_tokens=64)
+SHAPE: Final = KVNamespace(model=MODEL, layers=(0, 4), heads=(0, 2)).name(
     ChunkLayout(dtype=DType.BFLOAT16, layers=4, kinds=2, vector_length=64, tokens=64, quantizer=Quantizer.LOSSLESS)
 )
 """Bytes of a chunk."""
@@ -198,10 +198,11 @@ SHAPE: Final = KVNamespace(model=_MODEL, layers=(0, 4), heads=(0, 2)).name(
 class Prompt:
     """A chain of chunks and their bytes. The bytes resemble a model's KV, and all chunks have one shape."""
 
-    def __init__(self, seed: str, chunks: int, shape: ChunkLayout = SHAPE, model: ModelIdentity = _MODEL) -> None:
+    def __init__(self, seed: str, chunks: int, shape: ChunkLayout = SHAPE, model: ModelIdentity = MODEL) -> None:
         chance = random.Random(seed)
-        tokens = [chance.randrange(1000) for _ in range(chunks * model.chunk_tokens)]
-        self.keys = record_keys(shape.namespace, prefix_chain(model.digest(), tokens, chunk_tokens=model.chunk_tokens))
+        self.tokens = [chance.randrange(1000) for _ in range(chunks * model.chunk_tokens)]
+        chain = prefix_chain(model.digest(), self.tokens, chunk_tokens=model.chunk_tokens)
+        self.keys = record_keys(shape.namespace, chain)
         # The exponents are near one another and the fractions are noise, as in KV.
         self.chunks = [_floats(f"{model.model}/{seed}/{number}", shape.raw_bytes) for number in range(chunks)]
         self.parents = [b"", *self.keys[:-1]]
@@ -262,8 +263,8 @@ class Host:
         self._jobs += 1
         return f"{id(self):x}-{self._jobs}"
 
-    def store(self, prompt: Prompt) -> int:
-        """Store a prompt's chunks. Return the number of acknowledged chunks."""
+    def store(self, prompt: Prompt, *, lasts_s: float = 0.0) -> int:
+        """Store a prompt's chunks, for ``lasts_s`` if it is not 0. Return the number of acknowledged chunks."""
         memory = self._memory()
         if memory is None:
             return 0
@@ -272,7 +273,9 @@ class Host:
         began = time.monotonic()
         place = self._registration.memory_id, 0
         keys = prompt.keys, prompt.parents
-        answer = self.client.store(self._next_job(), *place, *keys, self._deadline_s, plain=self._plain)
+        answer = self.client.store(
+            self._next_job(), *place, *keys, self._deadline_s, lasts_s=lasts_s, plain=self._plain
+        )
         self.tally.note_late("store", began, self._deadline_s)
         self._settle(answer.reason, answer.quiet)
         chunks = leading(answer.stored)

@@ -154,7 +154,7 @@ def unread_replies(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "unread replies: not all of them were made")
 
 
-@case("attack: requests that are refused in the end", ENGINES, repetitions=1)
+@case("attack: refused requests", ENGINES, repetitions=1)
 def unfinished_requests(context: Context) -> None:
     """Keys of 500 MB, values above the whole budget, published and half sent, by eight connections of each kind."""
     node = Node(context, mib=64)
@@ -175,7 +175,7 @@ def unfinished_requests(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "refused requests: the server did not read all of their bytes")
 
 
-@case("attack: connections without authentication", MEMORY, repetitions=1)
+@case("attack: unauthenticated connections", MEMORY, repetitions=1)
 def idle_strangers(context: Context) -> None:
     """More connections than there are places never authenticate, or dribble; a tenant's own take no more than its
     share."""
@@ -197,7 +197,7 @@ def idle_strangers(context: Context) -> None:
 # ---- Attacks on all clients
 
 
-@case("attack: a page of pins", ENGINES, repetitions=1)
+@case("attack: pins", ENGINES, repetitions=1)
 def page_of_pins(context: Context) -> None:
     """A tenant pins all that it may store, for as long as it can; the other one stores on."""
     node = Node(context, mib=8, device_bytes=24 * MIB)
@@ -216,7 +216,7 @@ def page_of_pins(context: Context) -> None:
     assert context.tally.counts[Outcome.REFUSED] == refused
 
 
-@case("attack: FLUSHDB of a crowd of keys", ENGINES, repetitions=1)
+@case("attack: FLUSHDB of many keys", ENGINES, repetitions=1)
 def flush_of_many(context: Context) -> None:
     """A tenant with 30,000 keys removes them all at once, again and again, with pages of SCAN and DEL between."""
     metrics = free_port()
@@ -293,7 +293,7 @@ def log_bytes(plane: DataPlane) -> int:
     return plane.log.stat().st_size
 
 
-@case("attack: a segment that shrinks", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: shrinking segments", MEMORY, repetitions=1, short=MEMORY)
 def shrinking_segments(context: Context) -> None:
     """A host cuts its shared memory off before and while the daemon writes into it; another host goes on."""
     plane = context.data_plane(context.storage().port)
@@ -314,7 +314,7 @@ def shrinking_segments(context: Context) -> None:
             assert plane.alive, "the daemon ended"
 
 
-@case("attack: messages that are none", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: undecodable messages", MEMORY, repetitions=1, short=MEMORY)
 def undecodable_messages(context: Context) -> None:
     """1,500 gRPC calls whose messages cannot be decoded; another host goes on, the log does not grow."""
     plane = context.data_plane(context.storage().port)
@@ -333,7 +333,7 @@ def undecodable_messages(context: Context) -> None:
         assert log_bytes(plane) - began < 64_000, f"the log grew by {log_bytes(plane) - began} bytes"
 
 
-@case("attack: an accelerator that never completes", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: hung accelerator", MEMORY, repetitions=1, short=MEMORY)
 def hung_accelerator(context: Context) -> None:
     """An engine of the emulated DPU ends nothing that it is given; the daemon gives it up, says so and ends."""
     storage = context.storage()
@@ -356,7 +356,7 @@ def hung_accelerator(context: Context) -> None:
 # ---- Devices
 
 
-@case("attack: a device that is shorter than it says, or that is another's", POOL, repetitions=1, short=POOL)
+@case("attack: a short or foreign device", POOL, repetitions=1, short=POOL)
 def wrong_devices(context: Context) -> None:
     """Cut off at its end; with foreign data in the middle or at the end; with both superblocks gone."""
     storage = context.storage(devices=1, filled=KEYS)
@@ -494,7 +494,7 @@ def _send(sock: socket.socket, data: bytes) -> None:
         sock.sendall(data)
 
 
-@case("attack: streams that last", ENGINES, repetitions=1)
+@case("attack: long streams", ENGINES, repetitions=1)
 def lasting_streams(context: Context) -> None:
     """A tenant asks for its prefix at one bit a second, at the least rate, and on sixty connections that it does not
     read; the link is shared."""
@@ -561,7 +561,7 @@ def large_layer_requests(context: Context) -> None:
         context.tally.note(Outcome.REFUSED, "requests for layers: the server did not start all of them")
 
 
-@case("attack: a flood of cold reads", MEMORY, repetitions=1, short=MEMORY)
+@case("attack: cold reads", MEMORY, repetitions=1, short=MEMORY)
 def cold_flood(context: Context) -> None:
     """A tenant asks on forty connections for hundreds of records that are in the bucket alone, which is slow."""
     own = context.enter(faulty_s3())

@@ -323,7 +323,7 @@ for _name, _fault, _what, _run in (
     add(_name, _fault, f"{_what}, while hosts store and fetch.", MEMORY, _run, short=_short)
 
 
-@case("device that never answers", MEMORY)
+@case("silent device", MEMORY)
 def tier_silent(context: Context) -> None:
     """Reads of a data plane's tier stand still for some seconds while hosts store and fetch; then they come."""
     work = _Tiered(context)
@@ -336,7 +336,7 @@ def tier_silent(context: Context) -> None:
     work.verify()
 
 
-@case("publications that lie", MEMORY, short=MEMORY)
+@case("false publications", MEMORY, short=MEMORY)
 def wrong_prefetch_hints(context: Context) -> None:
     """Of requests that never come, out of order, twice, for keys of another engine's model, while hosts work."""
     work, chance = _Tiered(context), context.chance

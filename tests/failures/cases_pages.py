@@ -214,7 +214,7 @@ def pages_of_another_machine(context: Context) -> None:
     served.verify()
 
 
-@case("device that never answers", POOL, repetitions=3, short=POOL)
+@case("silent device", POOL, repetitions=3, short=POOL)
 def pages_device_silent(context: Context) -> None:
     """Reads into an engine's pages stand still beyond the load's deadline; its blocks are given away; then they
     come."""

@@ -19,12 +19,17 @@ import cases_bucket
 import cases_clients
 import cases_dataplane
 import cases_devices
+import cases_engines
 import cases_pages
 import cases_preemption
+import cases_routers
 from cases import CASES, Case, Row, run_case
 from outcomes import Outcome
 
-_PARTS = (cases_clients, cases_devices, cases_pages, cases_preemption, cases_dataplane, cases_bucket, cases_attacks)
+_PARTS = (
+    cases_clients, cases_devices, cases_pages, cases_preemption, cases_dataplane, cases_engines, cases_routers,
+    cases_bucket, cases_attacks,
+)  # fmt: skip
 """The imports of these modules register all cases in CASES."""
 
 _JOBS = min(2 * (os.cpu_count() or 1), 8)
@@ -79,12 +84,11 @@ def _among_kept(found: dict[str, Any], path: Path) -> dict[str, Any]:
 _HEAD = """\
 # The failure matrix
 
-`make failure-matrix` makes each fault happen to real processes, several times with different seeds, while real clients
-work: redis-py at the storage node, the plugin's own client at a data plane. Every answer is compared with what was
-stored. `build/failure-matrix/` then has the full matrix: a row for each case, with examples of reasons.
+`make failure-matrix` makes each fault happen to real processes with several seeds, while real clients work, and
+compares every answer with what was stored. `build/failure-matrix/` then has a row for each case, with reasons.
 
 - **right**: the stored bytes, or an acknowledgement. **refused**: an error or a closed connection within the deadline.
-- **missed**: a miss that the fault explains. A miss that nothing explains counts as wrong.
+- **missed**: a miss that the fault explains; any other is wrong.
 - **wrong**: other bytes, or a lost acknowledged write. **hang**: no end within the deadline and 30 s. Both fail a run.
 
 """

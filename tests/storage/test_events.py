@@ -2,26 +2,23 @@
 
 import contextlib
 import itertools
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import zmq
 from click.testing import CliRunner
-from kv_events import END, AllBlocksCleared, Index, replayed_index
-from machine import WAIT_MAX_S, free_port, wait_for
-from preloaded import Preloaded
-from storage_support import REPOSITORY, Child, Client, Start, login, make_record
+from kv_events import DECODER, END, AllBlocksCleared, Router
+from machine import free_port, wait_for
+from storage_support import Child, Client, Start, login, make_record
 
+import shadowserve_tools.events
 from shadowserve.errors import StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve_tools import main
-from shadowserve_tools.events import Feed, Publisher
+from shadowserve_tools.events import Feed, Publisher, Relay
 
 USERS = """user ann on >a ~* +@all -@admin tenant=a
 user bob on >b ~* +@all -@admin tenant=b
@@ -30,61 +27,9 @@ user ida on >i ~* +get +set tenant=a
 """
 
 
-class Router:
-    """A subscriber of ``shadowserve events``, which requests lost batches again."""
-
-    def __init__(self, port: int, folder: Path, *flags: str, password: str = "") -> None:
-        self._replays = f"ipc://{folder}/replay"
-        command = [sys.executable, "-m", "shadowserve_tools", "events", f"127.0.0.1:{port}", "--interval", "0.01"]
-        command += ["--endpoint", f"ipc://{folder}/pub", "--replay-endpoint", self._replays, *flags]
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("SHADOWSERVE_")}
-        self._command, self._env = command, clean | ({"SHADOWSERVE_STORAGE_PASSWORD": password} if password else {})
-        self.start()
-        self._context = zmq.Context()
-        self._subscribed = self._context.socket(zmq.SUB)
-        self._subscribed.linger = 0
-        self._subscribed.connect(f"ipc://{folder}/pub")
-        self._subscribed.subscribe(b"")
-        self.index = self.replayed()
-
-    def start(self) -> None:
-        self.process = Preloaded(self._command, cwd=REPOSITORY, env=self._env, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None and self.process.stdout.readline().startswith("ready")
-
-    def stop(self) -> None:
-        self.process.terminate()
-        assert self.process.wait(WAIT_MAX_S) == 0
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-    def replayed(self) -> Index:
-        """Return a new router's index, of what the program has kept."""
-        return replayed_index(self._replays)
-
-    def take(self) -> None:
-        """Take what has been published."""
-        while self._subscribed.poll(0):
-            _, number, payload = self._subscribed.recv_multipart()
-            at = int.from_bytes(number, "big")
-            if at == max(self.index.batches, default=-1) + 1:
-                self.index.take(at, payload)
-            elif at not in self.index.batches:
-                self.index = self.replayed()
-
+class _Router(Router):
     def wait_until_it_agrees(self, client: Client) -> None:
-        def agrees() -> bool:
-            self.take()
-            return self.index.hashes == hashes_of(client)
-
-        wait_for(agrees)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._subscribed.close()
-        self._context.term()
+        wait_for(lambda: self.agrees(hashes_of(client)))
 
 
 def hashes_of(client: Client) -> set[int]:
@@ -98,19 +43,19 @@ def key_of(number: int) -> bytes:
 
 
 @pytest.fixture
-def route(tmp_path: Path) -> Iterator[Callable[..., Router]]:
+def route(tmp_path: Path) -> Iterator[Callable[..., _Router]]:
     with contextlib.ExitStack() as routers:
 
-        def started(port: int, *flags: str, password: str = "") -> Router:
+        def started(port: int, *flags: str, password: str = "") -> _Router:
             (folder := tmp_path / f"router-{len(list(tmp_path.iterdir()))}").mkdir()
-            return routers.enter_context(Router(port, folder, *flags, password=password))
+            return routers.enter_context(_Router(port, folder, *flags, password=password))
 
         yield started
 
 
 @pytest.mark.parametrize("devices", [False, True], ids=["memory", "devices"])
 def test_the_index_agrees_after_stores_evictions_expiry_deletion_flush_and_a_restart(
-    start: Start, route: Callable[..., Router], tmp_path: Path, devices: bool
+    start: Start, route: Callable[..., _Router], tmp_path: Path, devices: bool
 ) -> None:
     port = str(free_port())
     flags = ["--events-bytes-max", "1 MiB", "--port", port, "--memory-budget-bytes", "64 MiB" if devices else "2 MiB"]
@@ -144,7 +89,7 @@ def test_the_index_agrees_after_stores_evictions_expiry_deletion_flush_and_a_res
 
 
 def test_a_new_router_and_one_that_lost_batches_learn_everything_from_a_replay(
-    start: Start, route: Callable[..., Router]
+    start: Start, route: Callable[..., _Router]
 ) -> None:
     child = start("--events-bytes-max", "1 MiB")
     client = child.client()
@@ -160,7 +105,20 @@ def test_a_new_router_and_one_that_lost_batches_learn_everything_from_a_replay(
     assert late.hashes == hashes_of(client)
 
 
-def test_a_router_notices_that_the_program_ended_and_began_again(start: Start, route: Callable[..., Router]) -> None:
+def test_a_new_router_soon_after_another_lacks_nothing_that_is_not_kept(
+    start: Start, route: Callable[..., _Router]
+) -> None:
+    """Symptom: within 10 s after a replay with everything stored, another began in the middle of what had changed."""
+    client = (child := start("--events-bytes-max", "1 MiB")).client()
+    router = route(child.port, "--replay-batches", "3")
+    for number in range(20):
+        client.call("SET", key_of(number), "x")
+        router.wait_until_it_agrees(client)
+        if number % 10 == 9:
+            assert router.replayed().hashes == hashes_of(client)
+
+
+def test_a_router_notices_that_the_program_ended_and_began_again(start: Start, route: Callable[..., _Router]) -> None:
     client = (child := start("--events-bytes-max", "1 MiB")).client()
     client.call("SET", key_of(1), "x")
     router = route(child.port)
@@ -252,8 +210,26 @@ def test_a_snapshot_ends_that_takes_longer_than_the_log_keeps_and_pauses_where_i
     assert (feed.started_over, hopeless.started_over) == (1, 1)
 
 
+def test_a_router_that_lost_the_last_batches_of_an_idle_node_notices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symptom: a router that connected again had an empty index until the next change of what is stored."""
+    monkeypatch.setattr(shadowserve_tools.events, "_IDLE_S", 0.05)
+    node = ScriptedNode(pages=5, kept=100)
+    publisher = Publisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "", 100)
+    relay = Relay(Feed(lambda: node), publisher, 0.01)  # type: ignore[arg-type, return-value]
+    relay.turn()
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscribed:
+        subscribed.linger = 0
+        subscribed.connect(f"tcp://127.0.0.1:{publisher.port}")
+        subscribed.subscribe(b"")
+        wait_for(lambda: relay.turn() or subscribed.poll(0))
+        _, number, payload = subscribed.recv_multipart()
+        assert not publisher.lacks(0) and DECODER.decode(payload).events == []
+        publisher.close()
+    assert int.from_bytes(number, "big") > 0
+
+
 def test_a_tenants_feed_has_its_own_keys_only_and_needs_the_right_to_read_them(
-    start_tenants: Start, route: Callable[..., Router]
+    start_tenants: Start, route: Callable[..., _Router]
 ) -> None:
     child = start_tenants("--events-bytes-max", "1 MiB", users=USERS)
     ann, bob, eve, ida = (login(child, name) for name in ("ann", "bob", "eve", "ida"))
@@ -272,7 +248,7 @@ def test_a_tenants_feed_has_its_own_keys_only_and_needs_the_right_to_read_them(
     assert isinstance(anyone, ErrorReply) and anyone.startswith(b"NOAUTH")
 
 
-def test_a_slow_reader_costs_bounded_memory_and_starts_over(start: Start, route: Callable[..., Router]) -> None:
+def test_a_slow_reader_costs_bounded_memory_and_starts_over(start: Start, route: Callable[..., _Router]) -> None:
     child = start("--events-bytes-max", "128 KiB", "--metrics-port", "0")
     client = child.client()
     name, position, entries = client.call("KV.EVENTS", "", 0)  # type: ignore[misc]
