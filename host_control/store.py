@@ -71,6 +71,11 @@ class Copies(NamedTuple):
     keys: Sequence[bytes]
     previous: bytes
 
+    def of(self, index: int, *, chained: bool) -> tuple[int, bytes, bytes]:
+        """Return the chunk layout, key and parent of a chunk's copy."""
+        parent = self.keys[index - 1] if index else self.previous
+        return self.shape, self.keys[index], parent if chained else b""
+
 
 class _Slots:
     """Free slots of each segment (of ``size`` bytes) and shard; every shard has the same number of slots."""
@@ -282,12 +287,9 @@ class StoreQueue:
                 dropped.append(key)
                 continue
             position = 0 if positions is None else positions[index]
-            chunk = _Staged(
-                part, shape, key, parents[index], segment, slot, position, None, published, lasts_s, purpose, reported
-            )
-            if copies is not None:
-                parent = copies.keys[index - 1] if index else copies.previous
-                chunk = replace(chunk, copy=(copies.shape, copies.keys[index], parent if chained else b""))
+            copy = copies.of(index, chained=chained) if copies is not None else None
+            about = (position, None, published, lasts_s, purpose, reported, copy)
+            chunk = _Staged(part, shape, key, parents[index], segment, slot, *about)
             if not self._stage(chunk, index, gather):
                 reachable = not chained
                 dropped.append(key)
