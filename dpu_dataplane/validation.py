@@ -43,7 +43,7 @@ _PIN_SESSION_MAX = 32
 _QUEUE_LASTS_MS_MAX = 600_000
 _ENGINE_MAX = 32
 _STEPS_LAST_MS_MAX = 10_000
-_CHANNELS_BYTES_MAX = 64 << 20  # of a registration: twelve times those of a model of 80 layers with 8 heads of 128
+_CHANNELS_BYTES_MAX = 64 << 20  # of a registration: 19 times those of a model of 80 layers with 8 heads of 128
 _POSITION_MAX = (1 << 31) - 1
 _PIECES_MAX = 1 << 22  # eight times those of a prompt of 1 Mi tokens with 128 layers
 
@@ -278,7 +278,7 @@ class Validator:
         slice_tokens = {layout: min(layout.tokens, DECODED_BYTES_MAX // layout.vector_length) for layout in weighted}
         pairs = len(request.steps.frequencies)
         size = sum(
-            4 * (2 * layout.layers * layout.kinds * layout.vector_length + 2 * pairs * tokens)
+            4 * (5 * layout.layers * layout.kinds * layout.vector_length + 2 * pairs * tokens)
             for layout, tokens in slice_tokens.items()
         )
         if size > _CHANNELS_BYTES_MAX:

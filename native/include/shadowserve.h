@@ -166,7 +166,7 @@ SS_API enum ss_result ss_dequantize(enum ss_quantizer quantizer, enum ss_dtype d
  */
 struct ss_channels {
     const float *steps;        /* rows x vector_length */
-    const float *centres;      /* rows x vector_length */
+    const float *centres;      /* 4 x rows x vector_length: those of a slice's vectors 0, 4, 8 ..., then 1, 5 ... */
     const double *frequencies; /* radians per token, of each pair; NULL without pairs */
     const float *turns;   /* for each token of a slice, from 0 on: the cosine of each pair's angle, then the sines */
     uint32_t rows, kinds; /* rows: layers x kinds */

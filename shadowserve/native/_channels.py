@@ -7,15 +7,28 @@ from numpy.typing import ArrayLike, NDArray
 
 from shadowserve.native._library import ffi
 
-__all__ = ["Channels", "Place"]
+__all__ = ["Channels", "Place", "shifts"]
 
 _HEAD_MAX: Final = 1024
+_SHIFTS: Final = 4
 _MAGNITUDE_MAX: Final = 2.0**100
 """Largest step and centre: 128 steps stay finite in single precision."""
 
 
+def shifts(tokens: int, length: int) -> NDArray[np.float32]:
+    """Return the shift of the values of each token and channel of a slice, in steps: -3/8, -1/8, 1/8 or 3/8.
+
+    Without shifts, channels that vary by less than a step are always rounded to their centre: an error that is the same
+    for all tokens, which attention adds up. With shifts such errors cancel out.
+    """
+    numbers = (np.arange(tokens)[:, None] + 3 * np.arange(length)) % _SHIFTS
+    return ((numbers - (_SHIFTS - 1) / 2) / _SHIFTS).astype(np.float32)
+
+
 class Channels:
     """Steps and centres of the channels of all layers and kinds of a group, and the rotation of its keys.
+
+    The centres of consecutive tokens are shifted (:func:`shifts`).
 
     Args:
         steps, centres: [layers x kinds, vector length]; a row is one layer and kind.
@@ -46,6 +59,7 @@ class Channels:
             raise ValueError(f"head_length is {head_length}: up to {_HEAD_MAX}, and a divisor of {length}")
         if 2 * pairs > head_length:
             raise ValueError(f"{pairs} frequencies are more than half of a head's {head_length} channels")
+        self._centres = self._centres + shifts(_SHIFTS, length)[:, None] * self._steps
         angles = np.arange(tokens)[:, None] * self._frequencies
         self._turns = np.ascontiguousarray(np.hstack([np.cos(angles), np.sin(angles)]), np.float32)
         self.vector_length = length

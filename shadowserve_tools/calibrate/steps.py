@@ -17,6 +17,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from shadowserve import native
 from shadowserve.calibration import PRESETS, Calibration
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.kv_codecs import EXACT_TOKENS, fp8
@@ -180,16 +181,20 @@ def rounded(kv: Tensor, model: RealModel, centres: Tensor, steps: Tensor, inside
     numbers = symbols(plain, centres, steps)
     if inside is None:
         inside = numbers.abs() <= SYMBOL_MAX
-    back = torch.where(inside, numbers * steps[:, :, None] + centres[:, :, None], plain)
+    back = torch.where(inside, (numbers + _shifts(plain)) * steps[:, :, None] + centres[:, :, None], plain)
     back = model.rotated(back.view(kv.shape)).to(torch.bfloat16).float()
     back[:, :, :EXACT_TOKENS] = kv[:, :, :EXACT_TOKENS]
     return back
 
 
 def symbols(plain: Tensor, centres: Tensor, steps: Tensor) -> Tensor:
-    """Return the numbers of steps from the centre; beyond ``SYMBOL_MAX``, the next number."""
-    numbers = ((plain - centres[:, :, None]) / steps[:, :, None]).round()
+    """Return the numbers of steps from the shifted centre; beyond ``SYMBOL_MAX``, the next number."""
+    numbers = ((plain - centres[:, :, None]) / steps[:, :, None] - _shifts(plain)).round()
     return numbers.clamp(-SYMBOL_MAX - 1, SYMBOL_MAX + 1)
+
+
+def _shifts(plain: Tensor) -> Tensor:
+    return torch.from_numpy(native.shifts(*plain.shape[2:]))
 
 
 def symbol_counts(numbers: Tensor) -> Tensor:

@@ -179,7 +179,7 @@ def test_all_kernels_of_weighted_write_the_same_bytes(isa: Isa) -> None:
 
 
 def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:
-    """A constant vector before RoPE gives the same symbols at every position; without frequencies it does not."""
+    """A constant vector before RoPE gives the same symbols at every fourth position; without frequencies it does not."""
     plain = np.random.default_rng(3).normal(size=(2, 12)).repeat(2, axis=1)[:, :24].astype(np.float64)
     angles = np.arange(50, 90)[:, None] * ROTATED
     rotated = np.tile(plain[0], (40, 1))
@@ -187,10 +187,20 @@ def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:
     rotated[:, 8:16] = plain[0, 8:16] * np.cos(angles) + plain[0, :8] * np.sin(angles)
     source = elements(DType.FLOAT32, rotated.astype(np.float32))
     symbols, *_ = through_weighted(DType.FLOAT32, source, native.Place(channels_of(2, 24), 0, 50), 24)
-    assert np.ptp(symbols.view(np.int8).reshape(40, 24), axis=0).max() <= 1  # a value at a border may round either way
+    by_shift = symbols.view(np.int8).reshape(10, 4, 24)
+    assert np.ptp(by_shift, axis=0).max() <= 1  # a value at a border may round either way
     plain_channels = channels_of(2, 24, frequencies=[])
     symbols, *_ = through_weighted(DType.FLOAT32, source, native.Place(plain_channels, 0, 50), 24)
-    assert np.ptp(symbols.view(np.int8).reshape(40, 24), axis=0).max() > 4
+    assert np.ptp(symbols.view(np.int8).reshape(10, 4, 24), axis=0).max() > 4
+
+
+def test_errors_of_channels_that_vary_less_than_a_step_cancel_out(isa: Isa) -> None:
+    """Symptom: each token had the same error, which attention adds up."""
+    steps, centres = np.full((2, 24), 1.0), np.zeros((2, 24))
+    channels = native.Channels(steps, centres, [], kinds=2, head_length=24, tokens=64)
+    values = np.full((64, 24), 0.3, np.float32)
+    *_, after = through_weighted(DType.FLOAT32, elements(DType.FLOAT32, values), native.Place(channels, 1, 9), 24)
+    assert np.ptp(after) > 0.5 and np.abs(after.mean(axis=0) - 0.3).max() <= 0.125
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 5e4, -5e4])
