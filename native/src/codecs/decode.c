@@ -15,8 +15,7 @@
 
 enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
     if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
-        return ss_dequantize_weighted(elements->dtype, elements->channels, elements->row, symbols, elements->scales,
-                                      elements->scales_length, elements->vectors, elements->target);
+        return ss_elements_unweigh(elements, symbols, streamed);
     }
     /* Vectors that share a scale are one longer vector; the last of them are perhaps fewer. */
     const size_t shared = elements->quantizer == SS_QUANTIZER_BINNED ? elements->scale_vectors : 1;

@@ -31,15 +31,16 @@ uint32_t ss_abi_version(void) {
 
 #ifdef SS_ARCH_X86_64
 /*
- * f16c_available() asks CPUID itself: not every supported compiler knows "f16c" in __builtin_cpu_supports(). Once: a
+ * extras_available() asks CPUID itself: not every supported compiler knows "f16c" in __builtin_cpu_supports(). Once: a
  * virtual machine leaves its guest to answer, which takes longer than most kernels.
  */
-static int f16c_available(void) {
+static int extras_available(void) {
     static atomic_int known = ISA_UNKNOWN;
     int available = atomic_load_explicit(&known, memory_order_relaxed);
     if (available == ISA_UNKNOWN) {
+        const unsigned extras = bit_F16C | bit_FMA;
         unsigned eax, ebx, ecx, edx;
-        available = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & bit_F16C) != 0;
+        available = __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (ecx & extras) == extras;
         atomic_store_explicit(&known, available, memory_order_relaxed);
     }
     return available;
@@ -54,7 +55,7 @@ int ss_isa_available(enum ss_isa isa) {
     /* __builtin_cpu_supports() also checks that the operating system saves the registers. */
     case SS_ISA_AVX2:
         __builtin_cpu_init();
-        return __builtin_cpu_supports("avx2") && f16c_available();
+        return __builtin_cpu_supports("avx2") && extras_available();
     case SS_ISA_AVX512:
         return ss_isa_available(SS_ISA_AVX2) && __builtin_cpu_supports("avx512f") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");

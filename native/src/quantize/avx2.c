@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* avx2.c - the kernels with AVX2 and F16C. The scalar arithmetic finishes the vectors. */
+/* avx2.c - the kernels with AVX2, F16C and FMA. The scalar arithmetic finishes the vectors. */
 #include "quantize/weighted.h"
 
 #include <immintrin.h>
 
-#define TARGET __attribute__((target("avx2,f16c")))
+#define TARGET __attribute__((target("avx2,f16c,fma")))
 #define TARGET_INLINE TARGET static inline __attribute__((always_inline))
 #define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
@@ -35,6 +35,12 @@ struct floats {
     __m256 low, high;
 };
 
+/* symbols_pack() packs sixteen 32-bit symbols. */
+TARGET_INLINE __m128i symbols_pack(__m256i low, __m256i high) {
+    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
+    return _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+
 /* symbols_of() scales, rounds and clamps eight values to eight 32-bit symbols. */
 TARGET_INLINE __m256i symbols_of(__m256 values, __m256 inverse, __m256i limit) {
     __m256i symbols = _mm256_cvtps_epi32(_mm256_round_ps(_mm256_mul_ps(values, inverse), ROUND));
@@ -46,9 +52,7 @@ TARGET_INLINE void symbols_store(struct floats numbers, float inverse, int limit
     const __m256 inverses = _mm256_set1_ps(inverse);
     const __m256i limits = _mm256_set1_epi32(limit);
     __m256i low = symbols_of(numbers.low, inverses, limits), high = symbols_of(numbers.high, inverses, limits);
-    __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0xD8);
-    __m128i packed = _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128((__m128i *)symbols, packed);
+    _mm_storeu_si128((__m128i *)symbols, symbols_pack(low, high));
 }
 
 /* float8_widen() makes eight floats of the eight float8 at 'elements', as ss_float_of_float8() does. */
@@ -263,7 +267,69 @@ SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
 SS_UNBIN_BATCH(TARGET, unbin_float16_streamed, unbin_float16_vector_streamed, 2)
 SS_UNBIN_BATCH(TARGET, unbin_bfloat16_streamed, unbin_bfloat16_vector_streamed, 2)
 
-SS_WEIGHTED_KERNELS(TARGET)
+/* ---- Weighted: what weighted_template.h asks for ------------------------------------------------------------- */
+
+#define NUMBERS struct floats
+
+TARGET_INLINE struct floats numbers_load(const float *source) {
+    return (struct floats){_mm256_loadu_ps(source), _mm256_loadu_ps(source + 8)};
+}
+
+TARGET_INLINE struct floats numbers_of(const int8_t *symbols) {
+    __m256i low = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)symbols));
+    __m256i high = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(symbols + 8)));
+    return (struct floats){_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+}
+
+TARGET_INLINE struct floats numbers_multiply(struct floats a, struct floats b) {
+    return (struct floats){_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
+}
+
+TARGET_INLINE struct floats numbers_add_product(struct floats sum, struct floats a, struct floats b) {
+    return (struct floats){_mm256_fmadd_ps(a.low, b.low, sum.low), _mm256_fmadd_ps(a.high, b.high, sum.high)};
+}
+
+TARGET_INLINE struct floats numbers_subtract_product(struct floats sum, struct floats a, struct floats b) {
+    return (struct floats){_mm256_fnmadd_ps(a.low, b.low, sum.low), _mm256_fnmadd_ps(a.high, b.high, sum.high)};
+}
+
+/* half_symbols() makes 32-bit symbols, and sets lanes of '*outside' where there are none. */
+TARGET_INLINE __m256i half_symbols(__m256 values, __m256 steps, __m256 centres, __m256 most, __m256 *outside) {
+    const __m256 sign = _mm256_set1_ps(-0.0f), limit = _mm256_set1_ps(SS_WEIGHTED_LIMIT);
+    __m256 numbers = _mm256_div_ps(_mm256_sub_ps(values, centres), steps);
+    __m256 far = _mm256_cmp_ps(_mm256_andnot_ps(sign, numbers), limit, _CMP_NLE_UQ);
+    __m256 large = _mm256_cmp_ps(_mm256_add_ps(_mm256_andnot_ps(sign, values), steps), most, _CMP_NLE_UQ);
+    *outside = _mm256_or_ps(*outside, _mm256_or_ps(far, large));
+    return _mm256_cvtps_epi32(numbers);
+}
+
+TARGET_INLINE int numbers_symbols(struct floats values, struct floats steps, struct floats centres, float most,
+                                  int8_t *symbols) {
+    __m256 outside = _mm256_setzero_ps();
+    __m256i low = half_symbols(values.low, steps.low, centres.low, _mm256_set1_ps(most), &outside);
+    __m256i high = half_symbols(values.high, steps.high, centres.high, _mm256_set1_ps(most), &outside);
+    _mm_storeu_si128((__m128i *)symbols, symbols_pack(low, high));
+    return _mm256_movemask_ps(outside);
+}
+
+TARGET_INLINE void round_float16(uint8_t *target, struct floats values, int streamed) {
+    __m128i low = _mm256_cvtps_ph(values.low, ROUND), high = _mm256_cvtps_ph(values.high, ROUND);
+    half_store(target, _mm256_set_m128i(high, low), streamed);
+}
+
+TARGET_INLINE void round_bfloat16(uint8_t *target, struct floats values, int streamed) {
+    const __m256i half = _mm256_set1_epi32(0x8000);
+    __m256i low = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(values.low), half), 16);
+    __m256i high = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(values.high), half), 16);
+    half_store(target, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8), streamed);
+}
+
+TARGET_INLINE void round_float32(uint8_t *target, struct floats values, int streamed) {
+    half_store(target, _mm256_castps_si256(values.low), streamed);
+    half_store(target + 32, _mm256_castps_si256(values.high), streamed);
+}
+
+#include "quantize/weighted_template.h"
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx2 = {
     SS_QUANTIZE_KERNELS,

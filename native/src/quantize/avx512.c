@@ -5,7 +5,7 @@
 
 #include "quantize/avx512.h"
 
-#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c")))
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx2,f16c,fma")))
 #define TARGET_INLINE TARGET static inline __attribute__((always_inline))
 #define ROUND (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)
 
@@ -262,7 +262,62 @@ TARGET_INLINE void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 
 SS_UNBIN_BATCH(TARGET, unbin_float32, unbin_float32_vector, 4)
 
-SS_WEIGHTED_KERNELS(TARGET)
+/* ---- Weighted: what weighted_template.h asks for ------------------------------------------------------------- */
+
+#define NUMBERS __m512
+
+TARGET_INLINE __m512 numbers_load(const float *source) {
+    return _mm512_loadu_ps(source);
+}
+
+TARGET_INLINE __m512 numbers_of(const int8_t *symbols) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)symbols)));
+}
+
+TARGET_INLINE __m512 numbers_multiply(__m512 a, __m512 b) {
+    return _mm512_mul_ps(a, b);
+}
+
+TARGET_INLINE __m512 numbers_add_product(__m512 sum, __m512 a, __m512 b) {
+    return _mm512_fmadd_ps(a, b, sum);
+}
+
+TARGET_INLINE __m512 numbers_subtract_product(__m512 sum, __m512 a, __m512 b) {
+    return _mm512_fnmadd_ps(a, b, sum);
+}
+
+TARGET_INLINE int numbers_symbols(__m512 values, __m512 steps, __m512 centres, float most, int8_t *symbols) {
+    __m512 numbers = _mm512_div_ps(_mm512_sub_ps(values, centres), steps);
+    __mmask16 far = _mm512_cmp_ps_mask(_mm512_abs_ps(numbers), _mm512_set1_ps(SS_WEIGHTED_LIMIT), _CMP_NLE_UQ);
+    __m512 magnitudes = _mm512_add_ps(_mm512_abs_ps(values), steps);
+    _mm_storeu_si128((__m128i *)symbols, _mm512_cvtepi32_epi8(_mm512_cvt_roundps_epi32(numbers, ROUND)));
+    return far | _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(most), _CMP_NLE_UQ);
+}
+
+TARGET_INLINE void half_store(uint8_t *target, __m256i half, int streamed) {
+    if (streamed) {
+        _mm256_stream_si256((__m256i *)target, half);
+    } else {
+        _mm256_storeu_si256((__m256i *)target, half);
+    }
+}
+
+TARGET_INLINE void round_float16(uint8_t *target, __m512 values, int streamed) {
+    half_store(target, ss_float16_of_16(values), streamed);
+}
+
+TARGET_INLINE void round_bfloat16(uint8_t *target, __m512 values, int streamed) {
+    const __m512i upper = _mm512_set_epi16(31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 29, 27,
+                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+    __m512i bits = _mm512_add_epi32(_mm512_castps_si512(values), _mm512_set1_epi32(0x8000));
+    half_store(target, _mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, bits)), streamed);
+}
+
+TARGET_INLINE void round_float32(uint8_t *target, __m512 values, int streamed) {
+    line_store(target, _mm512_castps_si512(values), streamed);
+}
+
+#include "quantize/weighted_template.h"
 
 const struct ss_quantize_kernels ss_quantize_kernels_avx512 = {
     SS_QUANTIZE_KERNELS,

@@ -317,7 +317,90 @@ static inline void unbin_float32_vector(const int8_t *symbols, size_t count, flo
 
 SS_UNBIN_BATCH(, unbin_float32, unbin_float32_vector, 4)
 
-SS_WEIGHTED_KERNELS()
+/* ---- Weighted: what weighted_template.h asks for ------------------------------------------------------------- */
+
+#define NUMBERS struct floats
+#define TARGET_INLINE static inline
+
+static inline struct floats numbers_load(const float *source) {
+    struct floats floats;
+    for (size_t part = 0; part < 4; part++) {
+        floats.part[part] = vld1q_f32(source + 4 * part);
+    }
+    return floats;
+}
+
+static inline struct floats numbers_of(const int8_t *symbols) {
+    int8x16_t bytes = vld1q_s8(symbols);
+    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    struct floats floats = {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+                             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+    return floats;
+}
+
+static inline struct floats numbers_multiply(struct floats a, struct floats b) {
+    for (int part = 0; part < 4; part++) {
+        a.part[part] = vmulq_f32(a.part[part], b.part[part]);
+    }
+    return a;
+}
+
+static inline struct floats numbers_add_product(struct floats sum, struct floats a, struct floats b) {
+    for (int part = 0; part < 4; part++) {
+        sum.part[part] = vfmaq_f32(sum.part[part], a.part[part], b.part[part]);
+    }
+    return sum;
+}
+
+static inline struct floats numbers_subtract_product(struct floats sum, struct floats a, struct floats b) {
+    for (int part = 0; part < 4; part++) {
+        sum.part[part] = vfmsq_f32(sum.part[part], a.part[part], b.part[part]);
+    }
+    return sum;
+}
+
+static inline int numbers_symbols(struct floats values, struct floats steps, struct floats centres, float most,
+                                  int8_t *symbols) {
+    uint32x4_t inside = vdupq_n_u32(UINT32_MAX);
+    int32x4_t words[4];
+
+    for (int part = 0; part < 4; part++) {
+        float32x4_t value = values.part[part], step = steps.part[part];
+        float32x4_t number = vdivq_f32(vsubq_f32(value, centres.part[part]), step);
+        inside = vandq_u32(inside, vcaleq_f32(number, vdupq_n_f32(SS_WEIGHTED_LIMIT)));
+        inside = vandq_u32(inside, vcleq_f32(vaddq_f32(vabsq_f32(value), step), vdupq_n_f32(most)));
+        words[part] = vcvtnq_s32_f32(number);
+    }
+    vst1q_s8(symbols, vqmovn_high_s16(vqmovn_s16(vqmovn_high_s32(vqmovn_s32(words[0]), words[1])),
+                                      vqmovn_high_s32(vqmovn_s32(words[2]), words[3])));
+    return vminvq_u32(inside) == 0;
+}
+
+static inline void round_float16(uint8_t *target, struct floats values, int streamed) {
+    uint16x8x2_t halves = float16_of(values);
+    (void)streamed;
+    store16x8(target, 0, halves.val[0]);
+    store16x8(target, 8, halves.val[1]);
+}
+
+static inline void round_bfloat16(uint8_t *target, struct floats values, int streamed) {
+    const uint32x4_t zero = vdupq_n_u32(0);
+    (void)streamed;
+    for (size_t half = 0; half < 2; half++) {
+        uint32x4_t low = vreinterpretq_u32_f32(values.part[2 * half]);
+        uint32x4_t high = vreinterpretq_u32_f32(values.part[2 * half + 1]);
+        store16x8(target, 8 * half, vraddhn_high_u32(vraddhn_u32(low, zero), high, zero));
+    }
+}
+
+static inline void round_float32(uint8_t *target, struct floats values, int streamed) {
+    (void)streamed;
+    for (size_t part = 0; part < 4; part++) {
+        store32x4(target, 4 * part, vreinterpretq_u32_f32(values.part[part]));
+    }
+}
+
+#include "quantize/weighted_template.h"
 
 const struct ss_quantize_kernels ss_quantize_kernels_neon = {
     SS_QUANTIZE_KERNELS,

@@ -43,8 +43,8 @@ struct ss_quantize_kernels {
     void (*planes_merge[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
     void (*planes_merge_streamed[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
     /* 'weighted', one vector; see weighted.h */
-    uint32_t (*weigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const void *source, int8_t *symbols);
-    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const int8_t *symbols, void *target);
+    int (*weigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const void *source, int8_t *symbols);
+    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const int8_t *symbols, void *target, int streamed);
     void (*angles)(const float *first, const float *turn, size_t pairs, float *cosines, float *sines);
 };
 
@@ -107,6 +107,9 @@ extern const struct ss_quantize_kernels ss_quantize_kernels_neon;
  */
 enum ss_result ss_dequantize_streamed(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                       const void *scales, size_t vectors, size_t vector_length, void *target);
+
+/* ss_elements_unweigh() is ss_dequantize_weighted(), 'streamed' or not, for sizes that are known to fit. */
+enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed);
 
 /* ---- Scalar arithmetic --------------------------------------------------------------------------------------- */
 

@@ -36,7 +36,26 @@ PLANES(8)
 PLANES(16)
 PLANES(32)
 
-SS_WEIGHTED_KERNELS()
+#define WEIGHTED(dtype)                                                                                                \
+    static int weigh_##dtype(const struct ss_weighing *by, const void *source, int8_t *symbols) {                      \
+        int outside = 0;                                                                                               \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
+            outside |= ss_weigh_##dtype##_from(by, head, 0, 2 * by->pairs, source, symbols);                           \
+        }                                                                                                              \
+        return outside;                                                                                                \
+    }                                                                                                                  \
+                                                                                                                       \
+    static void unweigh_##dtype(const struct ss_weighing *by, const int8_t *symbols, void *target, int streamed) {     \
+        (void)streamed;                                                                                                \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
+            ss_unweigh_##dtype##_from(by, head, 0, 2 * by->pairs, symbols, target);                                    \
+        }                                                                                                              \
+    }
+
+WEIGHTED(float16)
+WEIGHTED(bfloat16)
+WEIGHTED(float32)
+SS_ANGLES()
 
 const struct ss_quantize_kernels ss_quantize_kernels_scalar = {
     SS_QUANTIZE_KERNELS,

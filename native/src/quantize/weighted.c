@@ -64,8 +64,8 @@ static void slice_begin(struct slice *slice, const struct ss_channels *channels,
                                      .cosines = slice->cosines,
                                      .sines = slice->sines,
                                      .length = channels->vector_length,
-                                     .head = channels->head_length,
                                      .pairs = row % channels->kinds == 0 ? channels->pairs : 0};
+    slice->by.head = slice->by.pairs != 0 ? channels->head_length : channels->vector_length;
     for (size_t pair = 0; pair < slice->by.pairs; pair++) {
         double angle = channels->frequencies[pair] * (double)position;
         slice->first[pair] = (float)cos(angle);
@@ -134,31 +134,48 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
     return count;
 }
 
-enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
-                                      const uint8_t *symbols, const void *exact, size_t exact_length, size_t vectors,
-                                      void *target) {
-    const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
-    const uint8_t *const side = exact;
+enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+    const struct ss_channels *const channels = elements->channels;
+    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
+    const uint8_t *const side = elements->scales;
     size_t count, next = 0;
     struct slice slice;
 
-    if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
-        (vectors != 0 && (symbols == NULL || target == NULL))) {
+    if (!ss_channels_fit(channels, elements->dtype, length) ||
+        !ss_channels_cover(channels, elements->row, elements->vectors) || side == NULL ||
+        (elements->vectors != 0 && (symbols == NULL || elements->target == NULL))) {
         return SS_BAD_ARGUMENT;
     }
-    count = exact_count(side, exact_length, vectors, bytes);
-    if (count > vectors) {
+    count = exact_count(side, elements->scales_length, elements->vectors, bytes);
+    if (count > elements->vectors) {
         return SS_BAD_DATA;
     }
-    slice_begin(&slice, channels, row, ss_load32(side, 0));
-    for (size_t vector = 0; vector < vectors; vector++) {
-        uint8_t *elements = (uint8_t *)target + vector * bytes;
+    slice_begin(&slice, channels, elements->row, ss_load32(side, 0));
+    for (size_t vector = 0; vector < elements->vectors; vector++) {
+        uint8_t *target = (uint8_t *)elements->target + vector * bytes;
         if (next < count && ss_load16(side + NAMES, next) == vector) {
-            memcpy(elements, side + names_bytes(count) + next++ * bytes, bytes);
+            memcpy(target, side + names_bytes(count) + next++ * bytes, bytes);
             continue;
         }
         slice_at(&slice, vector);
-        slice.kernels->unweigh[dtype](&slice.by, (const int8_t *)symbols + vector * length, elements);
+        slice.kernels->unweigh[elements->dtype](&slice.by, (const int8_t *)symbols + vector * length, target, streamed);
+    }
+    if (streamed) {
+        ss_streams_order();
     }
     return SS_OK;
+}
+
+enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
+                                      const uint8_t *symbols, const void *exact, size_t exact_length, size_t vectors,
+                                      void *target) {
+    const struct ss_elements elements = {.scales = exact,
+                                         .target = target,
+                                         .vectors = vectors,
+                                         .vector_length = channels != NULL ? channels->vector_length : 0,
+                                         .dtype = dtype,
+                                         .channels = channels,
+                                         .scales_length = exact_length,
+                                         .row = row};
+    return ss_elements_unweigh(&elements, symbols, 0);
 }

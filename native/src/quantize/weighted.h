@@ -2,8 +2,8 @@
 /*
  * weighted.h - the quantizer 'weighted' for one vector: the arithmetic that every instruction set's file compiles
  *
- * The loops are plain C, which the compiler vectorizes. Each operation is IEEE single precision and none is contracted
- * (-ffp-contract=off), so all variants write the same bytes.
+ * This is the scalar arithmetic, which defines the result that every variant reaches bit for bit: each operation is of
+ * IEEE single precision, and products are fused with sums only where it says so (-ffp-contract=off).
  */
 #ifndef SS_QUANTIZE_WEIGHTED_H
 #define SS_QUANTIZE_WEIGHTED_H
@@ -19,81 +19,108 @@ struct ss_weighing {
     const float *cosines; /* 'pairs' of them, as of the sines */
     const float *sines;
     size_t length; /* channels */
-    size_t head;   /* channels of a head; 'length' is a multiple */
+    size_t head;   /* channels of a head; 'length' is a multiple; without pairs all of them count as one */
     size_t pairs;  /* pairs of channels that are rotated; 0: none */
 };
 
-/* ss_rotate() rotates each pair of channels: by the angle with 'direction' 1, back with -1. */
-static inline void ss_rotate(const struct ss_weighing *by, float direction, float *restrict values) {
-    for (size_t pair = 0; pair < by->pairs; pair++) {
-        float first = values[pair], second = values[by->pairs + pair];
-        float cosine = by->cosines[pair], sine = direction * by->sines[pair];
-        values[pair] = first * cosine - second * sine;
-        values[by->pairs + pair] = second * cosine + first * sine;
-    }
+/*
+ * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before
+ * it is added: every instruction set that has kernels can do so.
+ */
+static inline void ss_rotate(float cosine, float sine, float *first, float *second) {
+    float rotated = fmaf(-*second, sine, *first * cosine);
+    *second = fmaf(*first, sine, *second * cosine);
+    *first = rotated;
 }
 
-#define SS_ROUNDING 12582912.0f /* 1.5 * 2^23: adding it leaves no fraction, rounded to nearest even */
+static inline void ss_rotate_back(float cosine, float sine, float *first, float *second) {
+    ss_rotate(cosine, -sine, first, second);
+}
+
+/* What an element is stored as here: bfloat16 halves are rounded up, where other kernels' go to the even neighbour. */
+static inline void ss_float16_round(void *target, size_t index, float value) {
+    ss_float16_store(target, index, value);
+}
+
+static inline void ss_bfloat16_round(void *target, size_t index, float value) {
+    ss_store16(target, index, (uint16_t)((ss_bits_of_float(value) + 0x8000) >> 16));
+}
+
+static inline void ss_float32_round(void *target, size_t index, float value) {
+    ss_float32_store(target, index, value);
+}
+
+/* Numbers that 'most' is a quarter of the largest of, so that the rounded element, rotated, cannot overflow. */
+#define SS_MOST_FLOAT16 0x1p14f
+#define SS_MOST_FLOAT32 0x1p125f
+
+/* ss_value() is the number that a symbol of a channel stands for. */
+static inline float ss_value(const struct ss_weighing *by, const int8_t *symbols, size_t channel) {
+    return fmaf((float)symbols[channel], by->steps[channel], by->centres[channel]);
+}
 
 /*
- * ss_weigh_*() makes the symbols of a vector, and returns how many of its elements have none: they are not finite, or
- * more than SS_WEIGHTED_LIMIT steps from the centre, or so large that the rounded element, rotated, might overflow
- * ('most' is a quarter of the largest number). ss_unweigh_*() makes the elements.
+ * ss_number_symbol() makes the symbol of a number, and returns whether it has none: it is not finite, or more than
+ * SS_WEIGHTED_LIMIT steps from the centre, or its magnitude near 'most'.
  */
-#define SS_WEIGHTED(attributes, dtype, most)                                                                           \
-    attributes static uint32_t weigh_##dtype(const struct ss_weighing *by, const void *source,                         \
-                                             int8_t *restrict symbols) {                                               \
-        float values[SS_HEAD_MAX];                                                                                     \
-        uint32_t outside = 0;                                                                                          \
+static inline int ss_number_symbol(const struct ss_weighing *by, float value, float most, int8_t *symbols,
+                                   size_t channel) {
+    float number = (value - by->centres[channel]) / by->steps[channel];
+    int inside = (fabsf(number) <= (float)SS_WEIGHTED_LIMIT) & (fabsf(value) + by->steps[channel] <= most);
+
+    symbols[channel] = (int8_t)(inside ? lrintf(number) : 0);
+    return !inside;
+}
+
+/*
+ * Of one head, which begins at channel 'head': ss_weigh_*_from() makes symbols, and returns whether an element has
+ * none; ss_unweigh_*_from() makes elements. From pair 'pair' and from channel 'channel' of those without a pair on.
+ */
+#define SS_WEIGHTED_FROM(dtype, most)                                                                                  \
+    static inline int ss_weigh_##dtype##_from(const struct ss_weighing *by, size_t head, size_t pair, size_t channel,  \
+                                              const void *source, int8_t *symbols) {                                   \
+        int outside = 0;                                                                                               \
                                                                                                                        \
-        for (size_t first = 0; first < by->length; first += by->head) {                                                \
-            const float *steps = by->steps + first, *centres = by->centres + first;                                    \
-            for (size_t index = 0; index < by->head; index++) {                                                        \
-                values[index] = ss_##dtype##_load(source, first + index);                                              \
-            }                                                                                                          \
-            ss_rotate(by, -1, values);                                                                                 \
-            for (size_t index = 0; index < by->head; index++) {                                                        \
-                float number = (values[index] - centres[index]) / steps[index];                                        \
-                int inside =                                                                                           \
-                    (fabsf(number) <= (float)SS_WEIGHTED_LIMIT) & (fabsf(values[index]) + steps[index] <= (most));     \
-                outside += (uint32_t)!inside;                                                                          \
-                number = inside ? number : 0.0f;                                                                       \
-                symbols[first + index] = (int8_t)(int)((number + SS_ROUNDING) - SS_ROUNDING);                          \
-            }                                                                                                          \
+        for (; pair < by->pairs; pair++) {                                                                             \
+            const size_t at = head + pair, partner = at + by->pairs;                                                   \
+            float first = ss_##dtype##_load(source, at), second = ss_##dtype##_load(source, partner);                  \
+            ss_rotate_back(by->cosines[pair], by->sines[pair], &first, &second);                                       \
+            outside |= ss_number_symbol(by, first, most, symbols, at);                                                 \
+            outside |= ss_number_symbol(by, second, most, symbols, partner);                                           \
+        }                                                                                                              \
+        for (; channel < by->head; channel++) {                                                                        \
+            float value = ss_##dtype##_load(source, head + channel);                                                   \
+            outside |= ss_number_symbol(by, value, most, symbols, head + channel);                                     \
         }                                                                                                              \
         return outside;                                                                                                \
     }                                                                                                                  \
                                                                                                                        \
-    attributes static void unweigh_##dtype(const struct ss_weighing *by, const int8_t *restrict symbols,               \
-                                           void *restrict target) {                                                    \
-        float values[SS_HEAD_MAX];                                                                                     \
-                                                                                                                       \
-        for (size_t first = 0; first < by->length; first += by->head) {                                                \
-            const float *steps = by->steps + first, *centres = by->centres + first;                                    \
-            for (size_t index = 0; index < by->head; index++) {                                                        \
-                values[index] = (float)symbols[first + index] * steps[index] + centres[index];                         \
-            }                                                                                                          \
-            ss_rotate(by, 1, values);                                                                                  \
-            for (size_t index = 0; index < by->head; index++) {                                                        \
-                ss_##dtype##_store(target, first + index, values[index]);                                              \
-            }                                                                                                          \
+    static inline void ss_unweigh_##dtype##_from(const struct ss_weighing *by, size_t head, size_t pair,               \
+                                                 size_t channel, const int8_t *symbols, void *target) {                \
+        for (; pair < by->pairs; pair++) {                                                                             \
+            const size_t at = head + pair, partner = at + by->pairs;                                                   \
+            float first = ss_value(by, symbols, at), second = ss_value(by, symbols, partner);                          \
+            ss_rotate(by->cosines[pair], by->sines[pair], &first, &second);                                            \
+            ss_##dtype##_round(target, at, first);                                                                     \
+            ss_##dtype##_round(target, partner, second);                                                               \
+        }                                                                                                              \
+        for (; channel < by->head; channel++) {                                                                        \
+            ss_##dtype##_round(target, head + channel, ss_value(by, symbols, head + channel));                         \
         }                                                                                                              \
     }
+
+SS_WEIGHTED_FROM(float16, SS_MOST_FLOAT16)
+SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
+SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
 /* ss_angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \
                                   float *restrict cosines, float *restrict sines) {                                    \
         for (size_t pair = 0; pair < pairs; pair++) {                                                                  \
-            cosines[pair] = first[pair] * turn[pair] - first[pairs + pair] * turn[pairs + pair];                       \
-            sines[pair] = first[pairs + pair] * turn[pair] + first[pair] * turn[pairs + pair];                         \
+            cosines[pair] = fmaf(-first[pairs + pair], turn[pairs + pair], first[pair] * turn[pair]);                  \
+            sines[pair] = fmaf(first[pair], turn[pairs + pair], first[pairs + pair] * turn[pair]);                     \
         }                                                                                                              \
     }
-
-#define SS_WEIGHTED_KERNELS(attributes)                                                                                \
-    SS_WEIGHTED(attributes, float16, 0x1p14f)                                                                          \
-    SS_WEIGHTED(attributes, bfloat16, 0x1p125f)                                                                        \
-    SS_WEIGHTED(attributes, float32, 0x1p125f)                                                                         \
-    SS_ANGLES(attributes)
 
 #endif /* SS_QUANTIZE_WEIGHTED_H */
