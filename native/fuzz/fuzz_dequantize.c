@@ -38,7 +38,7 @@ static void outcome_free(struct outcome *outcome) {
 /* Any symbols and exact vectors of weighted: every ISA returns what scalar returns, and writes the same bytes. */
 static void weighted(enum ss_dtype dtype, const uint8_t *data, size_t size, size_t length) {
     enum { LENGTH_MAX = 256 };
-    static float steps[LENGTH_MAX], centres[LENGTH_MAX];
+    static float steps[LENGTH_MAX], centres[4 * LENGTH_MAX];
     const size_t head_length = 1 + (length - 1) % LENGTH_MAX, vectors = size / (2 * head_length);
     const struct ss_channels channels = {.steps = steps,
                                          .centres = centres,
@@ -52,6 +52,8 @@ static void weighted(enum ss_dtype dtype, const uint8_t *data, size_t size, size
 
     for (size_t index = 0; index < head_length; index++) {
         steps[index] = 0.25f * (float)(index + 1);
+    }
+    for (size_t index = 0; index < 4 * head_length; index++) {
         centres[index] = (float)index;
     }
     for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {

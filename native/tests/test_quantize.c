@@ -182,7 +182,7 @@ static void check_all_shapes(void) {
 /* check_weighted() compares all ISAs with scalar, between guard pages, at both alignments. */
 static void check_weighted(enum ss_dtype dtype, size_t vectors, uint32_t heads, uint32_t head_length, int at_end) {
     enum { PAIRS = 3, TOKENS = 16, LENGTH_MAX = 256 };
-    static float steps[2 * LENGTH_MAX], centres[2 * LENGTH_MAX], turns[TOKENS * 2 * PAIRS];
+    static float steps[2 * LENGTH_MAX], centres[4 * 2 * LENGTH_MAX], turns[TOKENS * 2 * PAIRS];
     static double frequencies[PAIRS] = {1, 0.1, 0.01};
     const size_t length = (size_t)heads * head_length, count = vectors * length, size = count * ss_dtype_size(dtype);
     const size_t most = ss_weighted_exact_max(dtype, vectors, length);
@@ -200,6 +200,8 @@ static void check_weighted(enum ss_dtype dtype, size_t vectors, uint32_t heads, 
 
     for (size_t index = 0; index < 2 * length; index++) {
         steps[index] = 0.001f * (float)(1 + random_below(1000));
+    }
+    for (size_t index = 0; index < 4 * 2 * length; index++) {
         centres[index] = 0.001f * (float)random_below(1000);
     }
     for (int index = 0; index < TOKENS * PAIRS; index++) {

@@ -2,9 +2,9 @@
 /*
  * weighted.c - the quantizer 'weighted' for the vectors of one slice
  *
- * Each channel has one step and one centre, which a calibration of the model made. Keys are rotated back by RoPE's
- * angles first, so that a channel has the same spread at every position. Vectors that the steps do not fit are stored
- * as they are, before the symbols:
+ * Each channel has one step and one centre, which a calibration of the model made; the centre is shifted by parts of
+ * the step from vector to vector. Keys are rotated back by RoPE's angles first, so that a channel has the same spread at
+ * every position. Vectors that the steps do not fit are stored as they are, before the symbols:
  *
  *   uint32 position | uint32 count | count x uint16 vector, ascending | zeros up to a multiple of 4 bytes |
  *   count x elements
@@ -15,7 +15,8 @@
 
 #include <stdlib.h>
 
-enum { SINKS = 4 }; /* first tokens of a prompt: most heads attend to them */
+enum { SINKS = 4 };  /* first tokens of a prompt: most heads attend to them */
+enum { SHIFTS = 4 }; /* vectors that follow each other have other centres */
 
 enum { NAMES = 2 * sizeof(uint32_t) }; /* offset of the exact vectors' numbers */
 
@@ -48,6 +49,7 @@ int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t v
 struct slice {
     const struct ss_quantize_kernels *kernels;
     const struct ss_channels *channels;
+    const float *centres; /* of the row, for the slice's first vector */
     struct ss_weighing by;
     float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
     float cosines[SS_HEAD_MAX / 2];
@@ -59,8 +61,8 @@ static void slice_begin(struct slice *slice, const struct ss_channels *channels,
 
     slice->kernels = ss_quantize_kernels_active();
     slice->channels = channels;
+    slice->centres = channels->centres + begin;
     slice->by = (struct ss_weighing){.steps = channels->steps + begin,
-                                     .centres = channels->centres + begin,
                                      .cosines = slice->cosines,
                                      .sines = slice->sines,
                                      .length = channels->vector_length,
@@ -74,8 +76,10 @@ static void slice_begin(struct slice *slice, const struct ss_channels *channels,
 }
 
 static void slice_at(struct slice *slice, size_t vector) {
+    const struct ss_channels *channels = slice->channels;
     const size_t pairs = slice->by.pairs;
 
+    slice->by.centres = slice->centres + vector % SHIFTS * channels->rows * channels->vector_length;
     if (pairs != 0) {
         slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, slice->cosines,
                                slice->sines);
