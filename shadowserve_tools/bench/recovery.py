@@ -32,7 +32,7 @@ from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.index_objects import index_name, pack
 from shadowserve.pool.cold.indexing import Indexer
-from shadowserve.pool.cold.layout import Contents, Place, finish, footer_of, parse_name
+from shadowserve.pool.cold.layout import Contents, Place, finish, parse_name
 from shadowserve.pool.volume.format import RecordKind, pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
@@ -100,7 +100,7 @@ def _indexed(records: int) -> tuple[_IndexedBucket, dict[int, list[Listed]]]:
         contents = finish(bytearray(len(places) * _OBJECT_BYTES), "tenant", places)
         objects.setdefault(contents.parts.partition, []).append(contents)
     for partition, found in objects.items():
-        body = pack((0, footer_of(each)) for each in found)
+        body = pack((0, each.footer) for each in found)
         name = index_name(partition, body)
         bucket.bodies[name] = body
         listed[partition] = [Listed(name, len(body), 1.0), *(Listed(each.name, each.size, 1.0) for each in found)]
