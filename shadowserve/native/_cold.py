@@ -35,7 +35,7 @@ COLD_OBJECT_DTYPE: Final = np.dtype(
         *((name, "<u4") for name in ("size", "begin", "records", "tenant_length", "used_h", "longest")),
         ("partition", "<u2"),
         ("reserved", "<u2"),
-        ("digest", "V20"),
+        ("digest", "S20"),
     ]
 )
 COLD_ROW_DTYPE: Final = np.dtype(
@@ -45,7 +45,7 @@ COLD_ROW_DTYPE: Final = np.dtype(
         ("partition", "<u2"),
         ("state", "u1"),
         ("reserved", "u1"),
-        ("digest", "V20"),
+        ("digest", "S20"),
         ("padding", "<u4"),
     ]
 )

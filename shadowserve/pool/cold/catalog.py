@@ -359,6 +359,8 @@ class Catalog:
             return True
 
     def _records_left_out(self, name: str) -> int:
+        if not self.left_out:
+            return 1
         left_out = self._left_out.get(partition_in(name), {}).get(name)
         return 1 if left_out is None else left_out.records
 
