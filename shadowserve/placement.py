@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from shadowserve.keys import SEGMENT_BYTES, segment_of
+from shadowserve.keys import segment_of
 
 PARTITIONS: Final = 4096
 WAIT_FACTOR: Final = 1.25

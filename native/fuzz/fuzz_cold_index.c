@@ -47,7 +47,8 @@ static void use(const uint8_t *bytes, const struct ss_cold_object *objects, size
         positions[at] = at;
     }
     CHECK(ss_cold_open(1, &table) == SS_OK, "open");
-    CHECK(ss_cold_insert(table, 1, bytes, objects, positions, count, written_s, 1, SS_COLD_KNOWN, numbers, &sums) == SS_OK,
+    CHECK(ss_cold_insert(table, 1, bytes, objects, positions, count, written_s, 1, SS_COLD_KNOWN, numbers, &sums) ==
+              SS_OK,
           "insert");
     objects_left = sums.objects;
     records_left = sums.records;
@@ -72,7 +73,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (size > INDEX_BYTES_MAX) {
         return 0;
     }
-    uint16_t partition = size < 8 + 8 + COLD_KEY_BYTES ? 0 : (uint16_t)((data[8 + 8 + 24] & 15) << 8 | data[8 + 8 + 25]);
+    uint16_t partition =
+        size < 8 + 8 + COLD_KEY_BYTES ? 0 : (uint16_t)((data[8 + 8 + 24] & 15) << 8 | data[8 + 8 + 25]);
     if (ss_cold_read_index(data, size, partition, objects, OBJECTS_MAX, &count) == NULL) {
         for (size_t at = 0; at < count; at++) {
             const struct ss_cold_object *object = &objects[at];

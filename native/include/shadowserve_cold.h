@@ -91,9 +91,9 @@ SS_API enum ss_result ss_cold_open(uint64_t seed, struct ss_cold_table **table);
 SS_API void ss_cold_close(struct ss_cold_table *table);
 
 /*
- * ss_cold_insert() inserts 'count' objects of a tenant, those with these 'positions' in 'objects', as ss_cold_read_...()
- * has described 'bytes'. It stores the number of each; 0 for an object that the table has already. It adds to '*sums'
- * what is known now and was not before. SS_NO_MEMORY: the numbers of the remaining objects are 0.
+ * ss_cold_insert() inserts 'count' objects of a tenant, those with these 'positions' in 'objects', as
+ * ss_cold_read_...() has described 'bytes'. It stores the number of each; 0 for an object that the table has already.
+ * It adds to '*sums' what is known now and was not before. SS_NO_MEMORY: the numbers of the remaining objects are 0.
  */
 SS_API enum ss_result ss_cold_insert(struct ss_cold_table *table, uint32_t tenant, const uint8_t *bytes,
                                      const struct ss_cold_object *objects, const uint32_t *positions, size_t count,

@@ -117,7 +117,7 @@ def read_cold_index(body: bytes, partition: int) -> "NDArray[np.void] | str":
 
 
 def _objects(given: "bytes | NDArray[np.void]") -> Any:
-    return ffi.cast("struct ss_cold_object *", ffi.from_buffer(given))
+    return ffi.cast("struct ss_cold_object *", ffi.from_buffer("uint8_t[]", given))
 
 
 class ColdTable:
@@ -160,7 +160,7 @@ class ColdTable:
             ffi.new("double[]", written_s),
             seen,
             int(state),
-            ffi.cast("uint32_t *", ffi.from_buffer(numbers)),
+            ffi.cast("uint32_t *", ffi.from_buffer("uint8_t[]", numbers)),
             sums,
         )
         check(code, "inserting objects of a bucket")
@@ -172,7 +172,7 @@ class ColdTable:
     def number_of(self, digest: bytes) -> int:
         """Return the number of the object with a name's digest; 0: none."""
         _check_length(digest, _DIGEST_BYTES)
-        return lib.ss_cold_number(self._table, digest)  # type: ignore[no-any-return]
+        return lib.ss_cold_number(self._table, digest)
 
     def see(self, digest: bytes, seen: int, written_s: float) -> tuple[int, int]:
         """Note that list ``seen`` has an object, and if it is known, when it was written; return number and state."""
@@ -187,7 +187,7 @@ class ColdTable:
 
     def records(self, number: int) -> int:
         """Return the number of an object's records."""
-        return lib.ss_cold_records(self._table, number)  # type: ignore[no-any-return]
+        return lib.ss_cold_records(self._table, number)
 
     def use(self, number: int, used_h: int) -> None:
         """Note the hour in which an object was used."""
@@ -241,7 +241,7 @@ class ColdTable:
         cursor, found = ffi.new("uint32_t *"), []
         rows = np.empty(_ROWS_AT_ONCE, COLD_ROW_DTYPE)
         while True:
-            pointer = ffi.cast("struct ss_cold_row *", ffi.from_buffer(rows))
+            pointer = ffi.cast("struct ss_cold_row *", ffi.from_buffer("uint8_t[]", rows))
             count = lib.ss_cold_select(self._table, wanted, cursor, pointer, len(rows))
             if count:
                 found.append(rows[:count].copy())

@@ -37,7 +37,8 @@ HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/inclu
     ],
 )
 def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
-    name = "ss_" + {"Result": "result", "DType": "dtype", "ColdState": "cold_state"}.get(enum.__name__, enum.__name__.lower())
+    names = {"Result": "result", "DType": "dtype", "ColdState": "cold_state"}
+    name = "ss_" + names.get(enum.__name__, enum.__name__.lower())
     body = re.search(rf"enum {name} \{{(.*?)\}};", HEADER, re.DOTALL)
     assert body is not None
     declared = {key: int(value) for key, value in re.findall(r"(SS_\w+) = (\d+)", body[1])}

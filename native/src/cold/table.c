@@ -2,9 +2,10 @@
 /*
  * table.c - known objects of a bucket and their records, in little memory
  *
- * Objects and records are in arrays that grow by halves, and have numbers from 1; free ones are in lists. Both are found
- * by chains whose heads grow one by one (linear hashing: Litwin, 1980), so there are as many heads as numbers in use, and no
- * insertion takes longer than another. The partitions and states are in an array of their own, which a selection reads.
+ * Objects and records are in arrays that grow by halves, and have numbers from 1; free ones are in lists. Both are
+ * found by chains whose heads grow one by one (linear hashing: Litwin, 1980), so there are as many heads as numbers in
+ * use, and no insertion takes longer than another. The partitions and states are in an array of their own, which a
+ * selection reads.
  */
 #include "index/hash.h"
 #include "shadowserve_cold.h"

@@ -183,10 +183,11 @@ class Catalog:
         if own is None:
             own = _Tenant(tenant, next(self._numbers))
             self._tenants[tenant] = self._by_number[own.number] = own
-        numbers, sums = self._table.insert(own.number, *described, *zip(*which, strict=True), seen=self._list, state=state)
-        own.stored += np.count_nonzero(numbers)
+        positions, written_s = zip(*which, strict=True)
+        numbers, sums = self._table.insert(own.number, *described, positions, written_s, seen=self._list, state=state)
+        own.stored += int(np.count_nonzero(numbers))
         self._count(own, 1, sums)
-        return numbers.tolist()
+        return [*map(int, numbers)]
 
     def _count(self, own: _Tenant, sign: int, sums: ColdSums) -> None:
         """Count objects that are known now, or no longer. A record of several ones is counted once."""

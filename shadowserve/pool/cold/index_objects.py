@@ -86,10 +86,10 @@ class IndexEntries:
 
     def contents(self, at: int) -> Contents:
         """Return an object's contents."""
-        size, begin, records, tenant_length, _, longest, partition, digest = COLD_OBJECT.unpack(self.objects[at].tobytes())
+        size, begin, records, tenant_length, _, *rest = COLD_OBJECT.unpack(self.objects[at].tobytes())
         end = begin + records * ENTRY_BYTES + tenant_length + FOOTER_BYTES
-        parts = ObjectName(partition, self.tenants[at], digest)
-        described = COLD_OBJECT.pack(size, 0, records, tenant_length, 0, longest, partition, digest)
+        parts = ObjectName(self.partition, self.tenants[at], rest[-1])
+        described = COLD_OBJECT.pack(size, 0, records, tenant_length, 0, *rest)
         return Contents(self.names[at], parts, described, self.body[begin:end])
 
 
