@@ -49,7 +49,7 @@ COLD_ROW_DTYPE: Final = np.dtype(
         ("padding", "<u4"),
     ]
 )
-"""What the table has of an object (``struct ss_cold_row``)."""
+"""The table's entry of an object (``struct ss_cold_row``)."""
 
 _OBJECT_BYTES_MIN: Final = 96
 _DIGEST_BYTES: Final = 20
@@ -68,7 +68,7 @@ class ColdState(enum.IntEnum):
 
 
 class ColdRow(NamedTuple):
-    """What the table has of an object."""
+    """The table's entry of an object."""
 
     written_s: float
     number: int
@@ -181,7 +181,7 @@ class ColdTable:
         return number, state
 
     def row(self, number: int) -> ColdRow | None:
-        """Return what the table has of an object; None for a number without one."""
+        """Return the entry of an object; None for a number without one."""
         row = ffi.new("struct ss_cold_row *")
         return _row(row) if lib.ss_cold_row(self._table, number, row) == Result.OK else None
 
@@ -226,7 +226,7 @@ class ColdTable:
         seen_before: int | None = None,
         is_known: bool = False,
     ) -> "NDArray[np.void]":
-        """Return what the table has of a tenant's objects, of those in partitions, or of those not seen since a list.
+        """Return the entries of a tenant's objects, of those in partitions, or of those not seen since a list.
 
         One partition takes a fifth of a millisecond for a million objects.
         """

@@ -94,7 +94,7 @@ class _Part(NamedTuple):
 
 
 def _parts(records: int, of_object: int) -> Iterator[_Part]:
-    """Yield the partitions of a bucket with so many records of each object, and an index object for each partition."""
+    """Yield the partitions of a bucket with ``of_object`` records in each object."""
     chance = np.random.default_rng(2)
     for partition in range(PARTITIONS):
         first, last = (records * each // PARTITIONS for each in (partition, partition + 1))
@@ -111,7 +111,7 @@ def _parts(records: int, of_object: int) -> Iterator[_Part]:
 
 
 class _Node:
-    """What a node that starts knows of a bucket. Of the bucket it reads index objects, which are in memory."""
+    """A node that starts, and its bucket: index objects in memory."""
 
     def __init__(self, records: int) -> None:
         self.catalog = Catalog(Shares(records))
@@ -123,7 +123,7 @@ class _Node:
     def read(self, name: str, _begin: int, _end: int) -> bytes:
         return self.bodies[name]
 
-    def list(self, part: _Part) -> dict[str, Listed]:
+    def wanted(self, part: _Part) -> dict[str, Listed]:
         """Return the objects of a partition that the node has to learn."""
         self.bodies[part.listed.name] = part.body
         parsed = ((each, parse_name(each.name)) for each in part.objects)
@@ -142,7 +142,7 @@ def _resident_each(records: int) -> float:
     before, node = _resident(), _Node(records)
     for partition, part in enumerate(_parts(records, 1)):
         node.catalog.begin_list([partition])
-        node.learn(partition, part, node.list(part))
+        node.learn(partition, part, node.wanted(part))
         node.catalog.forget_wanted([partition])
         node.bodies.clear()
     del part
@@ -159,7 +159,7 @@ def _learnt(records: int, parts: list[_Part]) -> float:
     """Return the seconds in which a node learns all records after the list."""
     node = _Node(records)
     node.catalog.begin_list(range(PARTITIONS))
-    wanted = [*map(node.list, parts)]
+    wanted = [*map(node.wanted, parts)]
     begin = time.perf_counter()
     for partition, part in enumerate(parts):
         node.learn(partition, part, wanted[partition])

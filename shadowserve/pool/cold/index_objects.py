@@ -51,7 +51,7 @@ class IndexName(NamedTuple):
 
 
 class IndexEntries:
-    """What an index object says of objects, in its order.
+    """Entries of an index object, in its order.
 
     Attributes:
         body: Its bytes.
