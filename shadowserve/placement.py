@@ -14,10 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from shadowserve.keys import SEGMENT_BYTES, segment_of
+from shadowserve.keys import segment_of
 
 PARTITIONS: Final = 4096
 WAIT_FACTOR: Final = 1.25
@@ -29,13 +26,6 @@ read the segment from the bucket first, and loads that hardly differ must not mo
 def partition_of(key: bytes) -> int:
     """Return the partition of a key, 0 to ``PARTITIONS - 1``."""
     return int.from_bytes(segment_of(key)[:2], "big") % PARTITIONS
-
-
-def partitions_of(keys: npt.NDArray[np.void]) -> npt.NDArray[np.uint32]:
-    """Return the partition of each key."""
-    segments = np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), -1)[:, -SEGMENT_BYTES:].astype(np.uint32)
-    found: npt.NDArray[np.uint32] = (segments[:, 0] * np.uint32(256) + segments[:, 1]) % np.uint32(PARTITIONS)
-    return found
 
 
 class Placement:

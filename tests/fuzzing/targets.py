@@ -130,8 +130,8 @@ def _cold_index(data: bytes) -> None:
     assert name is not None
     with contextlib.suppress(cold_layout.ColdObjectError):
         entries = cold_index.parse_index(name, data)
-        assert all(each.contents.name.startswith("000/") and max(each.contents.lengths) > 0 for each in entries)
-        assert cold_index.pack((each.used_h, each.footer) for each in entries) == data
+        assert all(each.name.startswith("000/") and each.longest > 0 for each, _ in entries)
+        assert cold_index.pack((used_h, each.footer) for each, used_h in entries) == data
 
 
 def _cold_indexes() -> list[bytes]:

@@ -43,7 +43,7 @@ _BELOW_PIPELINE: Final = ("--exclude-regex", "^test_(pipeline|doca_emulator)_")
 # Tests with threads, each path once. Of the pipeline over an accelerator, only a fetch, and hanging jobs.
 _THREADED: Final = (
     "--tests-regex",
-    r"^test_(codec|block.*|pipeline_.*|doca_emulator_.*)$",
+    r"^test_(codec|cold|block.*|pipeline_.*|doca_emulator_.*)$",
     "--exclude-regex",
     r"^test_pipeline_(counts|doca|pieces|trace|(failure|layers|pieces|sources|store|trace)\.doca)$",
 )

@@ -33,10 +33,12 @@ HEADER = "".join(path.read_text() for path in sorted((REPOSITORY / "native/inclu
         (native.Isa, "SS_ISA_"),
         (native.Stage, "SS_STAGE_"),
         (native.Origin, "SS_ORIGIN_"),
+        (native.ColdState, "SS_COLD_"),
     ],
 )
 def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
-    name = "ss_" + {"Result": "result", "DType": "dtype"}.get(enum.__name__, enum.__name__.lower())
+    names = {"Result": "result", "DType": "dtype", "ColdState": "cold_state"}
+    name = "ss_" + names.get(enum.__name__, enum.__name__.lower())
     body = re.search(rf"enum {name} \{{(.*?)\}};", HEADER, re.DOTALL)
     assert body is not None
     declared = {key: int(value) for key, value in re.findall(r"(SS_\w+) = (\d+)", body[1])}
@@ -45,7 +47,13 @@ def test_enums_are_the_headers(enum: type[native.Result], prefix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "struct"), [(native.SLICE_DTYPE, "struct ss_slice"), (native.PIECE_DTYPE, "struct ss_piece")]
+    ("dtype", "struct"),
+    [
+        (native.SLICE_DTYPE, "struct ss_slice"),
+        (native.PIECE_DTYPE, "struct ss_piece"),
+        (native.COLD_OBJECT_DTYPE, "struct ss_cold_object"),
+        (native.COLD_ROW_DTYPE, "struct ss_cold_row"),
+    ],
 )
 def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> None:
     body = re.search(struct + r" \{(.*?)\};", HEADER, re.DOTALL)
@@ -55,8 +63,8 @@ def test_numpy_dtypes_are_the_structs(dtype: np.dtype[np.void], struct: str) -> 
     array = np.zeros(3, dtype)
     pointer = ffi.cast(struct + " *", array.ctypes.data)
     for number, field in enumerate(field for field in fields if dtype[field].kind != "S"):
-        array[2][field] = 1000 + number
-        assert int(ffi.cast("uint64_t", getattr(pointer[2], field))) == 1000 + number  # a pointer is one, too
+        array[2][field] = 100 + number
+        assert int(ffi.cast("uint64_t", getattr(pointer[2], field))) == 100 + number  # a pointer is one, too
 
 
 def test_every_result_says_what_to_do() -> None:

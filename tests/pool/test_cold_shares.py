@@ -157,7 +157,7 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     assert (
         catalog.chunks == 4
         and found is not None
-        and found.row.digest.hex() in two.name
+        and found.digest.hex() in two.name
         and catalog.find("a", keys[1]) is None
     )
     listed = Listed(one.name, 500, 1.0)

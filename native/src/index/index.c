@@ -53,9 +53,7 @@ enum ss_result ss_index_open(uint32_t objects_max, enum ss_index_policy policy, 
     made->line_count = (uint64_t)objects_max * 10 / (8 * LINE_SLOTS) + 2;
     made->ghost_sets = objects_max / GHOST_WAYS + 1;
     made->policy = policy;
-    for (size_t word = 0; word < 4; word++) {
-        made->seed[word] = ss_index_mix(seed += 0x9E3779B97F4A7C15u);
-    }
+    made->seed = ss_hash_seed_of(seed);
     made->entries = reserve(entries_bytes(made), true);
     made->lines = reserve(made->line_count * sizeof(struct line), true);
     made->names = reserve(names_bytes(made), false);

@@ -16,6 +16,7 @@
 #ifndef SS_INDEX_INTERNAL_H
 #define SS_INDEX_INTERNAL_H
 
+#include "index/hash.h"
 #include "shadowserve_block.h"
 #include "shadowserve_index.h"
 
@@ -114,7 +115,7 @@ struct ss_index {
     uint32_t *cell_table;
     struct replayed_name *replayed_name; /* NULL: none has come */
     uint64_t names_size;                 /* of all texts, with what malloc() adds */
-    uint64_t seed[4];
+    struct ss_hash_seed seed;
     uint64_t line_count;
     uint64_t ghost_sets;
     uint32_t objects_max;
@@ -145,12 +146,6 @@ static inline uint32_t ss_index_entry_blocks(const struct entry *entry) {
 static inline uint64_t ss_index_entry_bytes(const struct entry *entry) {
     return entry->device == MEMORY ? (uint64_t)entry->length + entry->extent
                                    : (uint64_t)ss_index_entry_blocks(entry) * BLOCK_SIZE;
-}
-
-static inline uint64_t ss_index_mix(uint64_t value) {
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9u;
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EBu;
-    return value ^ (value >> 31);
 }
 
 /* ss_index_line_of() returns the number of the line where the search for a hash begins. */

@@ -7,17 +7,8 @@
  */
 #include "index/internal.h"
 
-static uint64_t fold(uint64_t first, uint64_t second) {
-    unsigned __int128 product = (unsigned __int128)first * second;
-    return (uint64_t)product ^ (uint64_t)(product >> 64);
-}
-
 uint64_t ss_index_hash(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {
-    uint64_t words[4];
-    memcpy(words, key, sizeof words);
-    uint64_t half = fold(words[0] ^ index->seed[0], words[1] ^ index->seed[1]);
-    uint64_t other = fold(words[2] ^ index->seed[2], words[3] ^ index->seed[3]);
-    return ss_index_mix(fold(half ^ index->seed[2] ^ tenant, other ^ index->seed[0]) ^ half);
+    return ss_hash_key(&index->seed, tenant, key);
 }
 
 void ss_index_prefetch(const struct ss_index *index, uint16_t tenant, const uint8_t *key) {

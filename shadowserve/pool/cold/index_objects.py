@@ -16,10 +16,23 @@ A node that writes objects of a partition that another node serves leaves an ind
 import hashlib
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
-from shadowserve.pool.cold.layout import ColdObjectError, Contents, folder_of, read_footers
+import numpy as np
+import numpy.typing as npt
+
+from shadowserve.native import COLD_OBJECT, COLD_OBJECT_DTYPE, read_cold_index
+from shadowserve.pool.cold.layout import (
+    DIGEST_BYTES,
+    ENTRY_BYTES,
+    FOOTER_BYTES,
+    ColdObjectError,
+    Contents,
+    ObjectName,
+    folder_of,
+    tenant_folder,
+)
 
 _MAGIC: Final = b"SSINDX01"
 _ENTRY: Final = struct.Struct("<II")
@@ -37,12 +50,50 @@ class IndexName(NamedTuple):
     is_news: bool
 
 
-class IndexEntry(NamedTuple):
-    """Entry of an object."""
+class IndexEntries:
+    """Entries of an index object, in its order.
 
-    contents: Contents
-    used_h: int
-    footer: bytes
+    Attributes:
+        body: Its bytes.
+        objects: Descriptions of the objects (:data:`shadowserve.native.COLD_OBJECT_DTYPE`).
+        names: Their names, without the prefix.
+        tenants: Their tenants.
+        used_h: The hour in which each was used last.
+    """
+
+    def __init__(self, partition: int, body: bytes, objects: npt.NDArray[np.void]) -> None:
+        self.partition = partition
+        self.body = body
+        self.objects = objects
+        self.used_h: list[int] = objects["used_h"].tolist()
+        begins = (objects["begin"] + objects["records"] * np.uint32(ENTRY_BYTES)).tolist()
+        ends = zip(begins, objects["tenant_length"].tolist(), strict=True)
+        self.tenants = [body[begin : begin + size].decode("ascii") for begin, size in ends]
+        folders = {tenant: tenant_folder(partition, tenant) for tenant in set(self.tenants)}
+        digits = 2 * DIGEST_BYTES
+        digests = objects["digest"].tobytes().hex()
+        self.names = [
+            f"{folders[tenant]}{digests[at : at + digits]}.kv"
+            for tenant, at in zip(self.tenants, range(0, len(digests), digits), strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.objects)
+
+    def __iter__(self) -> Iterator[tuple[Contents, int]]:
+        """Yield each object's contents, and the hour in which it was used last."""
+        return zip(map(self.contents, range(len(self))), self.used_h, strict=True)
+
+    def contents(self, at: int) -> Contents:
+        """Return an object's contents."""
+        size, begin, records, tenant_length, _, *rest = COLD_OBJECT.unpack(self.objects[at].tobytes())
+        end = begin + records * ENTRY_BYTES + tenant_length + FOOTER_BYTES
+        parts = ObjectName(self.partition, self.tenants[at], rest[-1])
+        described = COLD_OBJECT.pack(size, 0, records, tenant_length, 0, *rest)
+        return Contents(self.names[at], parts, described, self.body[begin:end])
+
+
+NO_ENTRIES: Final = IndexEntries(0, b"", np.empty(0, COLD_OBJECT_DTYPE))
 
 
 def pack(entries: Iterable[tuple[int, bytes]]) -> bytes:
@@ -61,26 +112,14 @@ def parse_index_name(name: str) -> IndexName | None:
     return None if match is None else IndexName(int(match["partition"], 16), match["digest"], bool(match["news"]))
 
 
-def parse_index(name: IndexName, body: bytes) -> list[IndexEntry]:
+def parse_index(name: IndexName, body: bytes) -> IndexEntries:
     """Return the entries of an index object; ColdObjectError: it is unsound, or of another version."""
     if _digest(body) != name.digest:
         raise ColdObjectError("its bytes do not have the digest in its name")
-    if not body.startswith(_MAGIC):
-        raise ColdObjectError("it is of another version")
-    used_h, footers, at = [], [], len(_MAGIC)
-    while at < len(body):
-        if at + _ENTRY.size > len(body):
-            raise ColdObjectError("it ends within an entry")
-        hour, size = _ENTRY.unpack_from(body, at)
-        at += _ENTRY.size + size
-        used_h.append(hour)
-        footers.append(body[at - size : at])
-    if at > len(body):
-        raise ColdObjectError("it ends within a footer")
-    found = read_footers(footers)
-    if any(contents.parts.partition != name.partition for contents in found):
-        raise ColdObjectError("it has an entry of another partition")
-    return [*map(IndexEntry, found, used_h, footers)]
+    objects = read_cold_index(body, name.partition)
+    if isinstance(objects, str):
+        raise ColdObjectError(objects)
+    return IndexEntries(name.partition, body, objects)
 
 
 def _digest(body: bytes) -> str:

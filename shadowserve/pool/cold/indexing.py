@@ -13,13 +13,14 @@ from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.index_objects import (
     INDEX_BYTES_MAX,
-    IndexEntry,
+    NO_ENTRIES,
+    IndexEntries,
     index_name,
     pack,
     parse_index,
     parse_index_name,
 )
-from shadowserve.pool.cold.layout import ColdObjectError, Contents, footer_of, partition_in
+from shadowserve.pool.cold.layout import ColdObjectError, Contents, partition_in
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +109,21 @@ class Indexer:
                 continue
             if entries is not None:
                 self._note_learnt(partition, listed.name)
-            for contents, used_h, _ in entries or ():
-                found = wanted.get(contents.name)
-                if found is not None and found.size == contents.size and self._is_readable(contents):
-                    self.catalog.learn(contents, found.written_s, used_h)
-                    del wanted[contents.name]
+                self._learn(entries, wanted)
         return is_done
+
+    def _learn(self, entries: IndexEntries, wanted: dict[str, Listed]) -> None:
+        """Add objects that the catalog wants, and that an index object describes; remove them from ``wanted``."""
+        sizes = entries.objects["size"].tolist()
+        is_readable = (entries.objects["longest"] <= self._record_bytes_max).tolist()
+        positions, written_s = [], []
+        for at, name in enumerate(entries.names):
+            found = wanted.get(name)
+            if found is not None and found.size == sizes[at] and is_readable[at]:
+                positions.append(at)
+                written_s.append(found.written_s)
+                del wanted[name]
+        self.catalog.learn_all(entries, positions, written_s)
 
     def _may_read(self, ends_s: float) -> bool:
         return not self._ended and not self._read_breaker.away and time.monotonic() < ends_s
@@ -132,23 +142,23 @@ class Indexer:
             self._learnt.pop(partition, None)
 
     def _is_readable(self, contents: Contents) -> bool:
-        return max(contents.lengths) <= self._record_bytes_max
+        return contents.longest <= self._record_bytes_max
 
-    def _read(self, listed: Listed) -> list[IndexEntry] | None:
+    def _read(self, listed: Listed) -> IndexEntries | None:
         """Return the entries of an index object; none of an unsound one, which is left alone.
 
         None: it is absent or unreadable, and perhaps will not be later. BucketError: the same for all objects.
         """
         name = parse_index_name(listed.name)
         if name is None or listed.name in self._refused:
-            return []
+            return NO_ENTRIES
         try:
             if not 0 < listed.size <= INDEX_BYTES_MAX:
                 raise ColdObjectError(f"it has {listed.size} bytes")
             return parse_index(name, bytes(self._bucket.read(listed.name, 0, listed.size)))
         except ColdObjectError as error:
             self._refuse(listed.name, error)
-            return []
+            return NO_ENTRIES
         except BucketError as error:
             self._read_breaker.failed(error.reason, error)
             if error.reason not in ("absent", "damaged", "denied"):
@@ -189,8 +199,8 @@ class Indexer:
                 if len(self._taken_s) >= _TAKEN_MAX:
                     self._taken_s.clear()
                 self._taken_s[listed.name] = self._clock_s()
-            for contents, used_h, footer in found or ():
-                entries[footer] = max(used_h, entries.get(footer, 0))
+            for contents, used_h in found or ():
+                entries[contents.footer] = max(used_h, entries.get(contents.footer, 0))
                 if self._is_readable(contents):
                     is_new |= self.catalog.add_of_news(contents, listed.written_s, used_h)
             if found:
@@ -211,7 +221,7 @@ class Indexer:
         """Let the footer of an object wait for an index object."""
         if not self._writes:
             return
-        footer = footer_of(contents)
+        footer = contents.footer
         with self._lock:
             if self._waiting_bytes + len(footer) > _WAITING_BYTES_MAX:
                 return
@@ -317,9 +327,9 @@ class Indexer:
             for listed in small:
                 if entries := self._read(listed):
                     merged.append(listed.name)
-                for contents, used_h, footer in entries or ():
+                for contents, used_h in entries or ():
                     if (known_h := self.catalog.used_h(contents.name)) is not None:
-                        footers[contents.name] = max(used_h, known_h), footer
+                        footers[contents.name] = max(used_h, known_h), contents.footer
         except BucketError:
             return
         if not self._replace(partition, [footers[name] for name in sorted(footers)], merged):

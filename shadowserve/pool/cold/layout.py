@@ -19,21 +19,19 @@ import re
 import struct
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from shadowserve.errors import ShadowServeError
-from shadowserve.placement import partition_of, partitions_of
+from shadowserve.native import COLD_OBJECT, read_cold_footer
+from shadowserve.placement import partition_of
 
 _MAGIC: Final = b"SSCOLD01"
 _ENTRY: Final = struct.Struct("<32sQII")
-_ENTRIES: Final = np.dtype([("key", "V32"), ("offset", "<u8"), ("length", "<u4"), ("header_bytes", "<u4")])
 _FOOTER: Final = struct.Struct("<8sIIQ")
 _SUM_BYTES: Final = 16
 ENTRY_BYTES: Final = _ENTRY.size
 FOOTER_BYTES: Final = _FOOTER.size + _SUM_BYTES
+DIGEST_BYTES: Final = 20
 RECORDS_MAX: Final = 4_096
 """Most records of one object, so that the catalog forgets it in some milliseconds; 8 KiB each still fill 32 MiB."""
 _OBJECT_BYTES_MAX: Final = (1 << 32) - 1
@@ -64,22 +62,23 @@ class ObjectName(NamedTuple):
 
 
 class Contents(NamedTuple):
-    """Contents of an object: of each record its key, its position, and the length of its header."""
+    """Contents of an object: its entries and its footer, and what they say."""
 
     name: str  # name of the object, without the prefix
     parts: ObjectName
-    size: int  # bytes of the object
-    keys: tuple[bytes, ...]
-    offsets: tuple[int, ...]  # they ascend
-    lengths: tuple[int, ...]
-    header_bytes: tuple[int, ...]
+    described: bytes  # COLD_OBJECT, about ``footer``
+    footer: bytes
 
     @classmethod
     def of(cls, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
         """Return the contents of a tenant's object with these records."""
         keys, positions = zip(*places, strict=True)
         parts = _parts(partition_of(keys[0]), tenant, keys)
-        return cls(join_name(parts), parts, size, keys, *zip(*positions, strict=True))
+        longest = max(position.length for position in positions)
+        described = COLD_OBJECT.pack(size, 0, len(keys), len(tenant), 0, longest, parts.partition, parts.digest)
+        entries = b"".join(_ENTRY.pack(key, *position) for key, position in zip(keys, positions, strict=True))
+        footer = entries + tenant.encode("ascii") + _FOOTER.pack(_MAGIC, len(keys), len(tenant), size)
+        return cls(join_name(parts), parts, described, footer + _sum(footer))
 
     @property
     def tenant(self) -> str:
@@ -87,9 +86,25 @@ class Contents(NamedTuple):
         return self.parts.tenant
 
     @property
+    def size(self) -> int:
+        """Bytes of the object."""
+        return int(COLD_OBJECT.unpack(self.described)[0])
+
+    @property
+    def records(self) -> int:
+        """Number of its records."""
+        return int(COLD_OBJECT.unpack(self.described)[2])
+
+    @property
+    def longest(self) -> int:
+        """Bytes of its longest record."""
+        return int(COLD_OBJECT.unpack(self.described)[5])
+
+    @property
     def places(self) -> dict[bytes, Place]:
         """Position of each record by key."""
-        return dict(zip(self.keys, map(Place, self.offsets, self.lengths, self.header_bytes), strict=True))
+        entries = self.footer[: self.records * ENTRY_BYTES]
+        return {key: Place(*position) for key, *position in _ENTRY.iter_unpack(entries)}
 
 
 def name_of(tenant: str, keys: Iterable[bytes]) -> str:
@@ -100,12 +115,17 @@ def name_of(tenant: str, keys: Iterable[bytes]) -> str:
 
 def _parts(partition: int, tenant: str, keys: Sequence[bytes]) -> ObjectName:
     data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
-    return ObjectName(partition, tenant, hashlib.blake2b(data, digest_size=20).digest())
+    return ObjectName(partition, tenant, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest())
 
 
 def join_name(parts: ObjectName) -> str:
     """Return the name of an object."""
-    return f"{folder_of(parts.partition)}t{_shown(parts.tenant)}/{parts.digest.hex()}.kv"
+    return f"{tenant_folder(parts.partition, parts.tenant)}{parts.digest.hex()}.kv"
+
+
+def tenant_folder(partition: int, tenant: str) -> str:
+    """Return the beginning of the names of all objects of a tenant in a partition."""
+    return f"{folder_of(partition)}t{_shown(tenant)}/"
 
 
 def folder_of(partition: int) -> str:
@@ -144,16 +164,8 @@ def finish(body: bytearray, tenant: str, records: Sequence[tuple[bytes, Place]])
     """Append entries and footer to ``body``, which has the records, of one partition; return the object's contents."""
     size = len(body) + len(records) * ENTRY_BYTES + len(tenant) + FOOTER_BYTES
     contents = Contents.of(tenant, size, records)
-    body += footer_of(contents)
+    body += contents.footer
     return contents
-
-
-def footer_of(contents: Contents) -> bytes:
-    """Return the entries and the footer of an object."""
-    entries = b"".join(map(_ENTRY.pack, contents.keys, contents.offsets, contents.lengths, contents.header_bytes))
-    tenant = contents.tenant.encode("ascii")
-    footer = entries + tenant + _FOOTER.pack(_MAGIC, len(contents.keys), len(tenant), contents.size)
-    return footer + _sum(footer)
 
 
 def _sum(footer: bytes) -> bytes:
@@ -202,73 +214,12 @@ def read_footer(footer: bytes) -> Contents:
     Raises:
         ColdObjectError: They are unsound.
     """
-    [contents] = read_footers([footer])
+    described = read_cold_footer(footer)
+    if isinstance(described, str):
+        raise ColdObjectError(described)
     if _sum(footer[:-_SUM_BYTES]) != footer[-_SUM_BYTES:]:
         raise ColdObjectError("the checksum of its entries is wrong")
-    return contents
-
-
-def read_footers(footers: Sequence[bytes]) -> list[Contents]:
-    """Return the contents of the objects that have these entries and footers. It does not check their checksums.
-
-    Raises:
-        ColdObjectError: One of them is unsound.
-    """
-    if not footers:
-        return []
-    counts, tenants, sizes = zip(*map(_unpacked, footers), strict=True)
-    pairs = zip(footers, counts, strict=True)
-    entries = np.frombuffer(b"".join(footer[: count * ENTRY_BYTES] for footer, count in pairs), _ENTRIES)
-    offsets, lengths, header_bytes = (entries[field].astype(np.int64) for field in ("offset", "length", "header_bytes"))
-    limits = np.cumsum((0, *counts))
-    ends = np.cumsum((0, *lengths.tolist()))
-    begins = ends[limits[:-1]]
-    is_placed = (offsets == ends[:-1] - np.repeat(begins, counts)) & (header_bytes > 0) & (header_bytes <= lengths)
-    if not is_placed.all():
-        raise ColdObjectError("its entries do not say where its records begin, without gaps")
-    if not np.array_equal(ends[limits[1:]] - begins, np.subtract(sizes, [*map(len, footers)])):
-        raise ColdObjectError("its entries do not cover its records, each once")
-    partitions = partitions_of(entries["key"])
-    firsts = partitions[limits[:-1]]
-    if (partitions != np.repeat(firsts, counts)).any():
-        raise ColdObjectError("its records are of several partitions")
-    keys = entries["key"].tolist()
-    columns = (keys, offsets.tolist(), lengths.tolist(), header_bytes.tolist())
-    return [
-        _contents(partition, tenant, size, *[tuple(column[begin:end]) for column in columns])
-        for partition, tenant, size, (begin, end) in zip(
-            firsts.tolist(), tenants, sizes, pairwise(limits.tolist()), strict=True
-        )
-    ]
-
-
-def _unpacked(footer: bytes) -> tuple[int, bytes, int]:
-    """Return the number of records, the tenant's name and the bytes of an object."""
-    if len(footer) < FOOTER_BYTES:
-        raise ColdObjectError(f"a footer of {len(footer)} bytes is too short")
-    _, count, tenant_bytes, size = _FOOTER.unpack_from(footer, len(footer) - FOOTER_BYTES)
-    if footer_bytes(footer, size) != len(footer):
-        raise ColdObjectError(f"{count} entries do not fit a footer of {len(footer)} bytes")
+    _, _, count, tenant_bytes, _, _, partition, digest = COLD_OBJECT.unpack(described)
     begin = count * ENTRY_BYTES
-    return count, footer[begin : begin + tenant_bytes], size
-
-
-def _contents(
-    partition: int, tenant: bytes, size: int, keys: tuple[bytes, ...], offsets: tuple[int, ...],
-    lengths: tuple[int, ...], header_bytes: tuple[int, ...],
-) -> Contents:  # fmt: skip
-    if len(set(keys)) < len(keys):
-        raise ColdObjectError("its entries do not cover its records, each once")
-    parts = _parts(partition, _tenant_of(tenant), keys)
-    return Contents(join_name(parts), parts, size, keys, offsets, lengths, header_bytes)
-
-
-@lru_cache(1024)
-def _tenant_of(name: bytes) -> str:
-    try:
-        tenant = name.decode("ascii")
-    except UnicodeDecodeError:
-        raise ColdObjectError("the name of its tenant is not ASCII") from None
-    if _tenant(_shown(tenant)) != tenant:
-        raise ColdObjectError(f"no tenant has the name {tenant!r}")
-    return tenant
+    parts = ObjectName(partition, footer[begin : begin + tenant_bytes].decode("ascii"), digest)
+    return Contents(join_name(parts), parts, described, footer)

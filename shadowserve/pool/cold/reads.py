@@ -16,7 +16,6 @@ from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import ObjectName, Place, join_name
-from shadowserve.pool.cold.objects import Found
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -94,7 +93,7 @@ class ColdItem(Item):
 
     is_cold = True
 
-    def __init__(self, address: Address, tenant: str, key: bytes, found: Found) -> None:
+    def __init__(self, address: Address, tenant: str, key: bytes, found: native.ColdFound) -> None:
         self.length = found.length
         self.header_bytes = found.header_bytes
         self.expires_at_ms = None
@@ -107,8 +106,7 @@ class ColdItem(Item):
     @property
     def name(self) -> str:
         """Name of the object that has it."""
-        row = self.found.row
-        return join_name(ObjectName(row.partition, self.tenant, row.digest))
+        return join_name(ObjectName(self.found.partition, self.tenant, self.found.digest))
 
 
 class _Waiter(NamedTuple):

@@ -158,7 +158,7 @@ class Scanner:
             return False
         try:
             contents = read_contents(self._bucket, listed.name, listed.size)
-            if max(contents.lengths) > self._config.read_bytes_under_way_max:
+            if contents.longest > self._config.read_bytes_under_way_max:
                 raise ColdObjectError("it has a record that is larger than read_bytes_under_way_max")
         except ColdObjectError as error:
             _log.warning("s3_object_refused name=%s error=%r", listed.name, str(error))
