@@ -179,7 +179,7 @@ def test_all_kernels_of_weighted_write_the_same_bytes(isa: Isa) -> None:
 
 
 def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:
-    """A constant vector before RoPE gives the same symbols at every fourth position; without frequencies it does not."""
+    """A constant vector before RoPE has the same symbols at every fourth position; without frequencies not."""
     plain = np.random.default_rng(3).normal(size=(2, 12)).repeat(2, axis=1)[:, :24].astype(np.float64)
     angles = np.arange(50, 90)[:, None] * ROTATED
     rotated = np.tile(plain[0], (40, 1))

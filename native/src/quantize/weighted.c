@@ -3,8 +3,8 @@
  * weighted.c - the quantizer 'weighted' for the vectors of one slice
  *
  * Each channel has one step and one centre, which a calibration of the model made; the centre is shifted by parts of
- * the step from vector to vector. Keys are rotated back by RoPE's angles first, so that a channel has the same spread at
- * every position. Vectors that the steps do not fit are stored as they are, before the symbols:
+ * the step from vector to vector. Keys are rotated back by RoPE's angles first, so that a channel has the same spread
+ * at every position. Vectors that the steps do not fit are stored as they are, before the symbols:
  *
  *   uint32 position | uint32 count | count x uint16 vector, ascending | zeros up to a multiple of 4 bytes |
  *   count x elements
