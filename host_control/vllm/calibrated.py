@@ -9,6 +9,8 @@ from host_control.config import HostConfig
 from shadowserve.calibration import PRESETS, Calibration, Steps, read
 from shadowserve.errors import ConfigurationError
 
+STEPS_BYTES_MAX: Final = 7 << 20
+"""Most bytes of steps and centres: a message to the data plane has at most 8 MiB."""
 _DIGEST_CHARACTERS: Final = 16
 
 
@@ -28,14 +30,19 @@ def preset_steps(config: HostConfig, vllm_config: Any) -> PresetSteps | None:
     """Return the steps for an engine's model; None if the configured quantizer needs none.
 
     Raises:
-        ConfigurationError: The file cannot be read, or belongs to another model.
+        ConfigurationError: The file cannot be read, belongs to another model, or is too large.
     """
     if config.quantizer not in PRESETS:
         return None
     calibration = read(Path(config.calibration))
     _check_model(config.calibration, calibration, vllm_config.model_config)
-    digest = calibration.digest.hex()[:_DIGEST_CHARACTERS]
-    return PresetSteps(calibration.preset(config.quantizer), f"{config.quantizer} of {digest}")
+    steps, digest = calibration.preset(config.quantizer), calibration.digest.hex()[:_DIGEST_CHARACTERS]
+    if (size := steps.steps.nbytes + steps.centres.nbytes) > STEPS_BYTES_MAX:
+        raise ConfigurationError(
+            f"the calibration {config.calibration} has {size:,d} bytes of steps, and a message to the data plane takes "
+            f"{STEPS_BYTES_MAX:,d}: this model is too large for quantizer: {config.quantizer}"
+        )
+    return PresetSteps(steps, f"{config.quantizer} of {digest}")
 
 
 def _check_model(file: str, calibration: Calibration, model: Any) -> None:
