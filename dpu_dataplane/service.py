@@ -516,8 +516,10 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             plain = request.plain and self._page_loader is not None  # uncompressed bytes would only load the link
             mover = _STORERS[request.purpose]
             positions = self._validate.positions(request.positions, layout, len(keys))
-            args = (registration, layout, offset, keys, parents, positions, request.lasts_ms)
-            store = Store(*args, plain=plain, keep=self._validate.keep(request.keep), mover=mover)
+            keep, lasts_ms = self._validate.keep(request.keep), request.lasts_ms
+            store = Store(
+                registration, layout, offset, keys, parents, positions, lasts_ms, plain=plain, keep=keep, mover=mover
+            )
             size = len(keys) * layout.raw_bytes
             with self._registrations.claim(registration, offset, size, writing=False):
                 response = await self._storer.store(job, store)

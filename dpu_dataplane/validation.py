@@ -257,10 +257,9 @@ class Validator:
 
     def layout(self, layout: pb.ChunkLayout) -> ChunkLayout:
         try:
-            converted = layout_from_message(layout)
+            return layout_from_message(layout)
         except ValueError as error:
             raise InvalidCall(f"layout: {error}") from error
-        return converted
 
     def layouts(self, layouts: Sequence[pb.ChunkLayout]) -> list[ChunkLayout]:
         _count("layouts", len(layouts), 1, _LAYOUTS_MAX)
@@ -275,6 +274,8 @@ class Validator:
             return {}
         if len(request.shards) != len(layouts):
             raise InvalidCall(f"shards has {len(request.shards)} entries; with weighted it has one for each layout")
+        if len(weighted) < sum(layout.quantizer is Quantizer.WEIGHTED for layout in layouts):
+            raise InvalidCall("layouts has the same weighted layout twice; its steps would be ambiguous")
         slice_tokens = {layout: min(layout.tokens, DECODED_BYTES_MAX // layout.vector_length) for layout in weighted}
         pairs = len(request.steps.frequencies)
         size = sum(

@@ -75,8 +75,7 @@ class HostConfig(Section):
     share no KV with this one."""
     exact_copies: bool = False
     """With a lossy quantizer: also store exact values in the local tiers of the data plane (docs/guides/tiers.md), and
-    load these where they cover as much of a prompt. Storage has only the smaller records, local tiers only the exact
-    ones."""
+    load these where they cover as much of a prompt. This engine stores the smaller records in storage only."""
     bins: int = Field(64, ge=4, le=256, multiple_of=2)
     """Bins of the ``binned`` quantizer for keys, and for MLA."""
     value_bins: int = Field(16, ge=4, le=256, multiple_of=2)
@@ -184,7 +183,7 @@ class HostConfig(Section):
                 f"calibration is set, and quantizer: {self.quantizer} does not use it; remove it, or set quantizer to "
                 + " or ".join(PRESETS)
             )
-        if self.exact_copies and self.quantizer in ("lossless", "passthrough"):
+        if self.exact_copies and not self.lossy:
             raise ValueError(
                 f"exact_copies: true needs a lossy quantizer, and quantizer is {self.quantizer}; remove exact_copies"
             )
@@ -194,7 +193,7 @@ class HostConfig(Section):
     def _pages(self) -> Self:
         if not self.pages:
             return self
-        if self.quantizer not in ("lossless", "passthrough"):
+        if self.lossy:
             raise ValueError(
                 f"pages: true stores pages unchanged, which quantizer: {self.quantizer} does not; remove one of them"
             )
@@ -250,6 +249,11 @@ class HostConfig(Section):
         return Credentials(
             authorities=self.tls_ca, certificate=self.tls_cert, key=self.tls_key, server_name=self.tls_server_name
         )
+
+    @property
+    def lossy(self) -> bool:
+        """True if stored chunks may have other values than the engine computed."""
+        return self.quantizer not in ("lossless", "passthrough")
 
     @property
     def data_plane_is_local(self) -> bool:

@@ -445,7 +445,7 @@ class PrefixLookup:
             return
         lookup.note_stored(own, asked_at)
         if lookup.cold_ended or not lookup.disaggregation.cold:
-            best = best.without_cold(self._prober.every)
+            best = best.within(Tier.STORAGE, self._prober.every)
         self._note(lookup, best)
         if (hits := self._match(lookup, best)) is None:
             return  # it waits, and is probed again
@@ -581,7 +581,7 @@ class PrefixLookup:
                 self._probe_again(lookup)
 
         bring = self._cold_bringer(lookup, hits, best, then)
-        self._note(lookup, best.without_cold(self._prober.every))
+        self._note(lookup, best.within(Tier.STORAGE, self._prober.every))
         lookup.late_reason = Reason.COLD_LATE
         lookup.deadline = lookup.waits_until = time.monotonic() + self._load_timeout
         bring(hits)

@@ -69,9 +69,9 @@ class Probe:
     def extent(self) -> int:
         return leading(self.stored if self.pending is None else self.stored | self.pending)
 
-    def without_cold(self, every: Sequence[bool]) -> "Probe":
-        """Return the probe as if cold chunks were not stored; ``every`` as in :meth:`of`."""
-        present = [flags & (tiers != Tier.COLD) for flags, tiers in zip(self.present, self.tiers, strict=True)]
+    def within(self, farthest: Tier, every: Sequence[bool]) -> "Probe":
+        """Return the probe as if chunks beyond a tier were not stored; ``every`` as in :meth:`of`."""
+        present = [flags & (tiers <= farthest) for flags, tiers in zip(self.present, self.tiers, strict=True)]
         kept = [flags for flags, each in zip(present, every, strict=True) if each]
         return replace(self, present=present, stored=np.logical_and.reduce([self.stored, *kept]))
 
@@ -115,8 +115,8 @@ class Prober:
     def best(self, chunk_keys: Sequence[bytes], timeout: float, *, published: bool) -> tuple[Probe, Probe]:
         """Probe this engine's own records; return that probe, and the one of the shard layout with the longest prefix.
 
-        Exact copies are preferred to lossy records of the same prefix. Of other shard layouts only the first chunk is
-        asked for at first: most prompts have no records there.
+        Exact copies in local tiers are preferred to lossy records of the same prefix, and those to exact copies far
+        away. Of other shard layouts only the first chunk is asked for at first: most prompts have no records there.
 
         Raises:
             DataPlaneError: Some data plane did not answer.
@@ -125,9 +125,10 @@ class Prober:
         counts = {layout: 1 if layout > 0 else len(chunk_keys) for layout in self.layouts}
         own, *others = self.ask(counts, chunk_keys, timeout, published=published)
         exact = [each for each in others if each.shard_layout < 0]
-        best = max([*exact, own], key=lambda probe: probe.extent)  # the first one of the longest
+        near = [each.within(Tier.DEVICE, self.every) for each in exact]
+        best = max([*near, own, *exact], key=lambda probe: probe.extent)  # the first one of the longest
         if not best.stored.all():
-            for layout in [probe.shard_layout for probe in others if probe.extent and probe not in exact]:
+            for layout in [probe.shard_layout for probe in others if probe.extent and probe.shard_layout > 0]:
                 left = max(ends - monotonic(), 0.001)
                 (other,) = self.ask({layout: len(chunk_keys)}, chunk_keys, left, published=published)
                 best = max(best, other, key=lambda probe: probe.extent)

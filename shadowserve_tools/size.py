@@ -255,7 +255,7 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 @click.option("--kv-dtype", default="auto", type=click.Choice(["auto", *_DTYPE_BYTES]), help="auto: the model's.")
 @click.option(
     "--stored-share", type=_POSITIVE,
-    help="Stored bytes over KV bytes.  [default: lossless: 0.66, fp8 0.8; near_lossless has 0.23, small 0.16]",
+    help="Stored bytes over KV bytes.  [default: lossless: 0.66, fp8 0.8; near_lossless has 0.22, small 0.15]",
 )  # fmt: skip
 @click.option("--prefill-tokens-per-s", type=_POSITIVE, help="Your engine's prefill speed, the better source.")
 @click.option("--tflops", default=400.0, type=_POSITIVE, help="Otherwise: the GPU's effective rate (H100: about 400).")

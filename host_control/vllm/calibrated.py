@@ -12,6 +12,7 @@ from shadowserve.errors import ConfigurationError
 STEPS_BYTES_MAX: Final = 7 << 20
 """Most bytes of steps and centres: a message to the data plane has at most 8 MiB."""
 _DIGEST_CHARACTERS: Final = 16
+_DIGEST_LENGTH: Final = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,11 +20,16 @@ class PresetSteps:
     """Steps of a preset.
 
     Attributes:
-        name: The preset, and the first digits of its calibration's digest: engines share KV only with the same name.
+        name: The preset, and its calibration's digest: engines share KV only with the same name.
     """
 
     steps: Steps
     name: str
+
+    @property
+    def label(self) -> str:
+        """Name with the first digits of the digest, for messages."""
+        return self.name[: _DIGEST_CHARACTERS - _DIGEST_LENGTH]
 
 
 def preset_steps(config: HostConfig, vllm_config: Any) -> PresetSteps | None:
@@ -36,13 +42,13 @@ def preset_steps(config: HostConfig, vllm_config: Any) -> PresetSteps | None:
         return None
     calibration = read(Path(config.calibration))
     _check_model(config.calibration, calibration, vllm_config.model_config)
-    steps, digest = calibration.preset(config.quantizer), calibration.digest.hex()[:_DIGEST_CHARACTERS]
+    steps = calibration.preset(config.quantizer)
     if (size := steps.steps.nbytes + steps.centres.nbytes) > STEPS_BYTES_MAX:
         raise ConfigurationError(
             f"the calibration {config.calibration} has {size:,d} bytes of steps, and a message to the data plane takes "
             f"{STEPS_BYTES_MAX:,d}: this model is too large for quantizer: {config.quantizer}"
         )
-    return PresetSteps(steps, f"{config.quantizer} of {digest}")
+    return PresetSteps(steps, f"{config.quantizer} of {calibration.digest.hex()}")
 
 
 def _check_model(file: str, calibration: Calibration, model: Any) -> None:

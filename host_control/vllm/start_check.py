@@ -147,7 +147,7 @@ def tier_settings(given: Mapping[str, Any]) -> HostConfig:
                 f"ShadowServeTier does not use {key}, and it is set to {getattr(config, key)!r}; remove it, or use "
                 "ShadowServeConnector (docs/guides/offloading-tier.md)"
             )
-    if config.quantizer not in ("lossless", "passthrough"):
+    if config.lossy:
         raise ConfigurationError(
             f"ShadowServeTier stores rows as vLLM has them and does not use quantizer: {config.quantizer}; remove it, "
             "or use ShadowServeConnector (docs/guides/offloading-tier.md)"

@@ -34,6 +34,7 @@ from host_control.vllm.weights_watch import WeightsWatch
 from host_control.vllm.worker_loads import WorkerLoads
 from host_control.vllm.worker_stores import WorkerStores
 from shadowserve.calibration import PlacedSteps
+from shadowserve.chunk import Quantizer
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import engine_message
@@ -142,7 +143,7 @@ class WorkerSide:
         # Engines that step together wait for each other, and another one may have work.
         self._loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
         self._model = model.digest()
-        steps = self._preset.name if self._preset is not None else ""
+        steps = self._preset.label if self._preset is not None else ""
         self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None, steps=steps)
         self._engine_message.index.CopyFrom(self._index())
         self.connect()
@@ -236,7 +237,7 @@ class WorkerSide:
         shapes = [shape for layout in layouts for shape in self._shards.shapes[layout]]
         size, timeout = self._shards.buffer_bytes(layouts, configured), self._engine.config.connect_timeout_s
         steps = None
-        if self._preset is not None:
+        if self._preset is not None and any(shape.quantizer is Quantizer.WEIGHTED for shape in shapes):
             starts = [(part.layers[0], part.heads[0]) for layout in layouts for part in self._shards.parts[layout]]
             steps = PlacedSteps(self._preset.steps, starts)
         return RegisteredMemory(client, shapes, size, timeout, make, progress=self._delivery.shared, steps=steps)

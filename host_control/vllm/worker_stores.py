@@ -82,10 +82,10 @@ class WorkerStores:
         self, queue: StoreQueue, operation: StoreOperation, number: int, why_not: Callable[[], str], purpose: Any
     ) -> None:
         shards = self._shards
-        part, namespace = shards.parts[0][number], shards.shapes[SAVED if operation.exact else 0][number].namespace
+        layout, layouts = SAVED if operation.exact else 0, shards.stored_layouts
+        part, namespace = shards.parts[0][number], shards.shapes[layout][number].namespace
         blocks = part.kernel_blocks(operation.blocks)
         assert self._groups is not None
-        layout, layouts = SAVED if operation.exact and SAVED in shards.shapes else 0, shards.stored_layouts
         each, rows, chunk_tokens = part.record_blocks, None, self._groups.chunk_tokens
         if operation.tail_tokens:  # a row is a token, or a page where the content of pages is not known
             rows = -(-operation.tail_tokens * shards.shapes[0][number].tokens // chunk_tokens)

@@ -137,6 +137,7 @@ async def test_a_registration_without_the_steps_of_its_layouts_is_refused(storag
         ({"layouts": [layout_message(OTHER), layout_message(layout("weighted", kinds=1))]}, "1 kinds"),
         ({"layouts": [layout_message(OTHER), layout_message(layout("weighted", vector_length=40))]}, "whole heads"),
         ({"layouts": [*map(layout_message, huge)]}, "at most"),
+        ({"layouts": [layout_message(SHAPE)] * 2}, "the same weighted layout twice"),
     ]
     async with running(storage, decompression_buffer_bytes="64MiB", store_buffer_bytes="64MiB") as (_, client):
         await register(client, steps)
@@ -166,10 +167,9 @@ async def test_steps_count_as_registered_memory(storage: Server, steps: Steps) -
         assert caught.value.code() is EXHAUSTED  # type: ignore[attr-defined]
 
 
-async def test_a_record_of_other_steps_under_the_key_is_decoded_or_a_miss_but_never_out_of_bounds(
+async def test_a_record_with_a_damaged_number_of_exact_tokens_writes_nothing_behind_its_chunk(
     storage: Server, steps: Steps
 ) -> None:
-    """A writer in the same namespace can only change values, not what is written where."""
     [key] = keys_of(SHAPE, 1)
     data = bytearray(record.encode(key, native.Codec.NONE, SHAPE, kvs(SHAPE, 1)[0], channels=channels_of(steps)))
     header = record.parse_header(bytes(data))

@@ -154,6 +154,20 @@ def test_exact_copies_without_local_tiers_are_counted(
     assert len(records(store)) == 1
 
 
+def test_exact_records_far_away_are_no_reason_to_move_more_bytes(
+    daemon: Process, make_engine: Any, prompt: Any, reference: Any, file: Path, store: Redis
+) -> None:
+    """Symptom: an engine with exact copies loaded another engine's exact records from storage, not its smaller ones."""
+    text, small = prompt(700), {"quantizer": "small", "calibration": str(file), "exact_copies": True}
+    for extra in (small, {}):
+        with closing(make_engine(daemon.address, extra=extra)) as engine:
+            assert engine.outputs([text]) == reference([text])
+            engine.flush()
+    assert len(records(store)) == 2 * CHUNKS
+    with closing(make_engine(daemon.address, extra=small)) as engine:
+        assert outputs(engine, text, 512) != reference([text])[0]
+
+
 def test_engines_with_other_calibrations_share_nothing(
     daemon: Process, make_engine: Any, prompt: Any, file: Path, store: Redis, tmp_path: Path
 ) -> None:
