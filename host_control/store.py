@@ -471,17 +471,8 @@ class StoreQueue:
         copies = [staged.copy for staged in batch if staged.copy is not None]
         if len(copies) < len(batch):
             return
-        answer = self._client.store(
-            next(self._job_ids),
-            self._registration.memory_id,
-            self._slots.place(batch[0].part, batch[0].slot).start,
-            [key for _, key, _ in copies],
-            [parent for _, _, parent in copies],
-            self._timeout,
-            layout=copies[0][0],
-            lasts_s=batch[0].lasts_s,
-            keep=pb.KEEP_LOCAL,
-        )
+        layouts, keys, parents = zip(*copies, strict=True)
+        answer = self._send(batch, layouts[0], keys, parents, keep=pb.KEEP_LOCAL)
         self._count("copied", int(answer.stored.sum()))
         if answer.reason != Reason.COMPLETE:
             self._count(f"uncopied_{answer.reason}", int((~answer.stored).sum()))
@@ -491,20 +482,24 @@ class StoreQueue:
 
     def _call(self, batch: list[_Staged]) -> StoreAnswer:
         weighted = self._registration.shapes[batch[0].shape].quantizer is Quantizer.WEIGHTED
-        return self._client.store(
-            next(self._job_ids),
-            self._registration.memory_id,
-            self._slots.place(batch[0].part, batch[0].slot).start,
+        return self._send(
+            batch,
+            batch[0].shape,
             [staged.key for staged in batch],
             [staged.parent for staged in batch],
-            self._timeout,
             positions=[staged.position for staged in batch] if weighted else (),
-            layout=batch[0].shape,
-            lasts_s=batch[0].lasts_s,
             plain=self._plain,
             purpose=batch[0].purpose,
             keep=pb.KEEP_ALL if batch[0].copy is None else pb.KEEP_STORAGE,
         )
+
+    def _send(
+        self, batch: list[_Staged], layout: int, keys: Sequence[bytes], parents: Sequence[bytes], **how: Any
+    ) -> StoreAnswer:
+        """Let the data plane store a batch's chunks in one of the registration's chunk layouts."""
+        offset = self._slots.place(batch[0].part, batch[0].slot).start
+        args = (next(self._job_ids), self._registration.memory_id, offset, keys, parents, self._timeout)
+        return self._client.store(*args, layout=layout, lasts_s=batch[0].lasts_s, **how)
 
     def _settle(self, batch: list[_Staged], answer: StoreAnswer) -> None:
         self._count("stored", int(answer.stored.sum()))
