@@ -26,7 +26,7 @@ from storage_kv.node import Node
 FAR_BYTES_MIN: Final = 2 << 20
 """Smaller records are read whole before the first layer: requests to a device or a bucket have a cost."""
 _PART_BYTES: Final = 1 << 20
-_PARTS_MAX: Final = 8
+PARTS_MAX: Final = 8
 """A group has about ``_PART_BYTES`` of each record, or an eighth of it."""
 _PART_BYTES_MIN: Final = 128 << 10
 _GROUPS_AHEAD: Final = 4
@@ -39,6 +39,8 @@ RANGES_MAX: Final = 1 << 19
 """Most ranges of one request: 64 for each of 8192 records. Layers that do not follow each other have a range each."""
 RANGE_BYTES: Final = 10
 """Memory of a range before it is read: its record, first byte and end."""
+LEASE_BYTES: Final = 250
+"""Memory of a range that is being read or was read, beside its bytes."""
 
 Bytes = bytes | memoryview
 Table = npt.NDArray[np.uint32]
@@ -164,7 +166,7 @@ class FarRecords:
         return min(self.needed_bytes, self._header_bytes + self._count * _GROUPS_AHEAD * self._part())
 
     def _part(self) -> int:
-        return max(_PART_BYTES, self.needed_bytes // max(1, self._count) // _PARTS_MAX)
+        return max(_PART_BYTES, self.needed_bytes // max(1, self._count) // PARTS_MAX)
 
     @property
     def possible_bytes(self) -> int:

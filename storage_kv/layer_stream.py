@@ -6,6 +6,7 @@ time.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import inf
 from typing import ClassVar, Final
 
@@ -19,7 +20,7 @@ from shadowserve.pool.types import ENTRIES_PER_HOLD, Item, Lease
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_error
 from storage_kv.access.memory import Account
 from storage_kv.egress import Demand
-from storage_kv.layer_ranges import RANGE_BYTES, RANGES_MAX, FarRecords, Sources, release_all
+from storage_kv.layer_ranges import LEASE_BYTES, PARTS_MAX, RANGE_BYTES, RANGES_MAX, FarRecords, Sources, release_all
 from storage_kv.node import Node
 from storage_kv.reply import REFERENCE_BYTES_MIN, DeferredReply, ValueSlice
 from storage_kv.session import Session
@@ -38,12 +39,13 @@ _WINDOW_BYTES: Final = 1 << 20  # large pieces in one call of the kernel: twice 
 _JOINED_BYTES: Final = 256 << 10  # small pieces that are joined at a time
 
 
-def memory_of(names: Sequence[bytes], layers: int) -> int:
+def memory_of(names: Sequence[bytes], layers: Sequence[int]) -> int:
     """Return the memory of a request beside the records."""
-    keys = len(names)
-    of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * layers)
-    of_ranges = RANGE_BYTES * min(keys * layers, RANGES_MAX)
-    return _STREAM_BYTES + of_keys + layers * _LAYER_BYTES + of_ranges
+    keys, count = len(names), len(layers)
+    gaps = sum(layer != before + 1 for before, layer in pairwise(layers))
+    ranges, leases = (min(keys * each, RANGES_MAX) for each in (count, min(count, gaps + 1 + PARTS_MAX)))
+    of_keys = sum(map(len, names)) + keys * (_KEY_BYTES + _PIECE_BYTES * count)
+    return _STREAM_BYTES + of_keys + count * _LAYER_BYTES + ranges * RANGE_BYTES + leases * LEASE_BYTES
 
 
 class _Part(DeferredReply):

@@ -122,7 +122,7 @@ class LayerStreams:
             limit: Highest rate in bits per second; infinite for none.
             window_s: Seconds that the client computes with each layer.
         """
-        memory, size = self._node.memory, memory_of(names, len(layers))
+        memory, size = self._node.memory, memory_of(names, layers)
         used, used_max = memory.used_by(session.share), memory.share(session.share)
         if used + size > used_max:
             # Waiting could deadlock: waiting requests hold memory too.

@@ -140,8 +140,10 @@ def test_memory_of_requests_for_layers_is_counted_before_use(begin: Start) -> No
 
 def test_a_request_for_layers_that_would_take_too_much_is_refused(begin: Start) -> None:
     child = begin("--clients-memory-bytes-max", "8 MiB")
-    refused = login(child, "ann").call("KV.LAYERS", "0-1023", 0, 0, *[b"k%d" % number for number in range(4000)])
-    assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
+    ann = login(child, "ann")
+    for keys, layers in ((4000, "0-1023"), (600, ",".join(map(str, range(0, 128, 2))))):  # layers with gaps: reads each
+        refused = ann.call("KV.LAYERS", layers, 0, 0, *[b"k%d" % number for number in range(keys)])
+        assert isinstance(refused, ErrorReply) and refused.startswith(b"OOM this request needs")
 
 
 def test_arguments_of_an_unread_reply_are_counted(begin: Start) -> None:
