@@ -123,6 +123,14 @@ def _set_event() -> asyncio.Event:
     return event
 
 
+@dataclass(frozen=True)
+class ChannelsOfLayouts:
+    """The channels of the layouts of ``weighted``, and the bytes that they take once they are made."""
+
+    nbytes: int = 0
+    make: Callable[[], Mapping[ChunkLayout, native.Channels]] = dict
+
+
 @dataclass(eq=False)
 class Registration:
     """Registered memory."""
@@ -280,7 +288,7 @@ class Registrations:
         self,
         request: pb.RegisterMemoryRequest,
         layouts: Sequence[ChunkLayout],
-        channels: Mapping[ChunkLayout, native.Channels],
+        channels: ChannelsOfLayouts,
         owner: str,
         session: bytes,
     ) -> Registration:
@@ -297,7 +305,7 @@ class Registrations:
             )
         memory = getattr(request, field)
         size = int(memory.size)
-        held_bytes = size + sum(each.nbytes for each in channels.values())
+        held_bytes = size + channels.nbytes
         if size < (largest := max(layout.raw_bytes for layout in layouts)):
             raise RegistrationError(f"{field}.size is {size}; one chunk of these layouts takes up to {largest}")
         try:
@@ -308,10 +316,17 @@ class Registrations:
         if request.HasField("pages") and (field != "shared_memory" or len(layouts) != 1):
             raise RegistrationError(f"pages are of shared_memory with one layout, not of {field} with {len(layouts)}")
         _, connect = self._kinds[field]
+
+        def prepare() -> Registration:
+            made = channels.make()
+            registration = connect(self._pipeline, memory, layouts)
+            registration.channels = made
+            return registration
+
         pending = (owner, held_bytes)
         self._pending.append(pending)
         try:
-            connecting = asyncio.ensure_future(asyncio.to_thread(connect, self._pipeline, memory, layouts))
+            connecting = asyncio.ensure_future(asyncio.to_thread(prepare))
             try:
                 registration = await asyncio.shield(connecting)
             except asyncio.CancelledError:  # the caller has disconnected: drop what the thread prepares
@@ -323,7 +338,7 @@ class Registrations:
             except RegistrationError:
                 registration.close()
                 raise
-            registration.owner, registration.session, registration.channels = owner, session, channels
+            registration.owner, registration.session = owner, session
             self._registrations[registration.memory_id] = registration
         finally:
             self._pending.remove(pending)

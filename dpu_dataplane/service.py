@@ -372,7 +372,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         layouts = self._validate.layouts(request.layouts)
         for layout in layouts:
             self._check_buffers(layout)
-        channels = await asyncio.to_thread(self._validate.channels, request, layouts)
+        channels = self._validate.channels(request, layouts)
         registration = await self._registrations.register(request, layouts, channels, caller.owner, caller.token)
         if registration.paging is not None and (loader := self._page_loader) is not None:
             memory = registration.memory

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dpu_dataplane.jobs import CallError
 from dpu_dataplane.plan import PROGRESS_BYTES, FetchPart
-from dpu_dataplane.registrations import Registration
+from dpu_dataplane.registrations import ChannelsOfLayouts, Registration
 from dpu_dataplane.shared_rate import RATE_MIN
 from dpu_dataplane.sources.source import Chain
 from shadowserve import __version__, native
@@ -265,13 +265,11 @@ class Validator:
         _count("layouts", len(layouts), 1, _LAYOUTS_MAX)
         return [self.layout(layout) for layout in layouts]
 
-    def channels(
-        self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout]
-    ) -> dict[ChunkLayout, native.Channels]:
-        """Return the steps of the layouts of ``weighted``."""
+    def channels(self, request: pb.RegisterMemoryRequest, layouts: Sequence[ChunkLayout]) -> ChannelsOfLayouts:
+        """Return how to make the channels of the layouts of ``weighted``."""
         weighted = {layout: index for index, layout in enumerate(layouts) if layout.quantizer is Quantizer.WEIGHTED}
         if not weighted:
-            return {}
+            return ChannelsOfLayouts()
         if len(request.shards) != len(layouts):
             raise InvalidCall(f"shards has {len(request.shards)} entries; with weighted it has one for each layout")
         if len(weighted) < sum(layout.quantizer is Quantizer.WEIGHTED for layout in layouts):
@@ -279,19 +277,23 @@ class Validator:
         slice_tokens = {layout: min(layout.tokens, DECODED_BYTES_MAX // layout.vector_length) for layout in weighted}
         pairs = len(request.steps.frequencies)
         size = sum(
-            4 * (5 * layout.layers * layout.kinds * layout.vector_length + 2 * pairs * tokens)
+            4 * (5 * layout.layers * layout.kinds * layout.vector_length + 2 * pairs * (tokens + 1))
             for layout, tokens in slice_tokens.items()
         )
         if size > _CHANNELS_BYTES_MAX:
             raise InvalidCall(f"steps of these layouts take {size} bytes; at most {_CHANNELS_BYTES_MAX}")
-        try:
-            steps = steps_from_message(request.steps)
-            return {
-                layout: _shard(steps, request.shards[index], layout).channels(slice_tokens[layout])
-                for layout, index in weighted.items()
-            }
-        except ValueError as error:
-            raise InvalidCall(f"steps: {error}") from error
+
+        def make() -> dict[ChunkLayout, native.Channels]:
+            try:
+                steps = steps_from_message(request.steps)
+                return {
+                    layout: _shard(steps, request.shards[index], layout).channels(slice_tokens[layout])
+                    for layout, index in weighted.items()
+                }
+            except ValueError as error:
+                raise InvalidCall(f"steps: {error}") from error
+
+        return ChannelsOfLayouts(size, make)
 
     def positions(self, positions: Sequence[int], layout: ChunkLayout, keys: int) -> Sequence[int]:
         """Return the positions of a store's chunks in their prompts."""
