@@ -55,8 +55,13 @@ _IN_TIME: Final = 0.8
 _AS_FAST: Final = 1.25
 """A load below this multiple of its time at the rate limit was limited by the rate, not by its tiers."""
 _LOAD_MAX: Final = 3.0
-"""A step waits for layers at most this multiple of its computing time: new requests wait, too, and the gain would
-be less than a quarter. With ``layer_order: true`` this limits the time for object storage only."""
+"""A step may wait for layers this multiple of its computing time. New requests wait, too, so it waits longer only if
+few requests arrive. With ``layer_order: true`` this limits the time for object storage only."""
+_STEP_WAIT_MAX_S: Final = 10.0
+"""No step waits longer than this and ``_LOAD_MAX``."""
+_LOADS_MAX: Final = 64
+"""Last loads from which the rate of arrivals is learnt."""
+_ARRIVALS_MAX: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +184,33 @@ class _Corrections:
         return statistics.median(ratios) if len(ratios) >= _RATIOS_MIN else 1.0
 
 
+class _Arrivals:
+    """How many requests arrive while another one waits for its load."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_ARRIVALS_MAX)
+        self._since: dict[str, float] = {}  # arrivals of the requests that load
+        self._loads: deque[list[float]] = deque(maxlen=_LOADS_MAX)  # arrival, end, number of arrivals between them
+
+    def arrived(self, now: float) -> None:
+        self._times.append(now)
+        for load in self._loads:
+            load[2] += load[0] < now <= load[1]  # it waited for a step
+
+    def begin(self, name: str, arrived: float) -> None:
+        self._since[name] = arrived
+
+    def ended(self, name: str, now: float) -> None:
+        if (since := self._since.pop(name, None)) is not None:
+            self._loads.append([since, now, sum(since < time <= now for time in self._times)])
+
+    @property
+    def per_s(self) -> float:
+        """Arrivals a second, and one more than were seen; infinite without a load."""
+        seconds = sum(end - since for since, end, _ in self._loads)
+        return (1 + sum(load[2] for load in self._loads)) / seconds if seconds > 0 else math.inf
+
+
 class FetchOrRecompute:
     """Decides for the prompts of one engine; the caller updates the table of computing times.
 
@@ -202,6 +234,7 @@ class FetchOrRecompute:
         self._table = table
         self._layers_first = layers_first
         self._corrections = _Corrections()
+        self._arrivals = _Arrivals()
         self._loads = loads
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
@@ -233,7 +266,12 @@ class FetchOrRecompute:
         """Learn the time to the first token of a request."""
         self._corrections.learn(decision, seconds)
 
+    def arrived(self, now: float) -> None:
+        """Record that a request has arrived."""
+        self._arrivals.arrived(now)
+
     def ended(self, name: str, now: float) -> None:
+        self._arrivals.ended(name, now)
         if self._queued.pop(name, None) is not None:
             self._first_began = now
 
@@ -288,8 +326,10 @@ class FetchOrRecompute:
             best = replace(other, kind="explore")
         return replace(best, predicted=predicted)
 
-    def begin(self, name: str, decision: Decision, now: float) -> None:
+    def begin(self, name: str, decision: Decision, now: float, arrived: float | None = None) -> None:
+        """Record that a request continues as decided; ``arrived``: its arrival, by default now."""
         if decision.way != "compute":
+            self._arrivals.begin(name, now if arrived is None else arrived)
             if not self._queued:
                 self._first_began = now
             # Other loads run while object storage is read.
@@ -337,7 +377,7 @@ class FetchOrRecompute:
         if hit.tokens > end + self._step_tokens:  # only the first of several steps computes while layers arrive
             first = min(self._compute_seconds(end, end + self._step_tokens) or rest, rest)
         limited = load.tier_seconds.get(Tier.COLD, 0.0) if self._layers_first else load.load_seconds
-        if way == "layers" and limited > _LOAD_MAX * first:
+        if way == "layers" and limited > _LOAD_MAX * first and not self._may_wait(limited, first):
             return None
         alike = _alike(load.tier_seconds, load.load_seconds, first)
         load = replace(load, alike=alike)
@@ -348,6 +388,11 @@ class FetchOrRecompute:
         correction = self._corrections.of_layers(alike)
         seconds = correction * (waiting + longer + shorter / hit.layers + rest - first)
         return replace(load, seconds=seconds, correction=correction)
+
+    def _may_wait(self, load_s: float, computing_s: float) -> bool:
+        """Return whether a step that waits for a load saves its request more time than it costs those that arrive."""
+        others_s = self._arrivals.per_s * (load_s**2 - computing_s**2) / 2
+        return load_s <= _STEP_WAIT_MAX_S and others_s <= computing_s
 
     def _load(self, hit: Hit, way: Way, end: int) -> Decision:
         tiers, all_cold = self._tier_bytes(hit, end), self._tier_bytes(hit, hit.end_tokens).get(Tier.COLD, 0.0)

@@ -76,7 +76,7 @@ OBJECTS = {
     "vllm.v1.kv_cache_interface.ChunkedLocalAttentionSpec": _SPEC,
     "vllm.v1.request.Request": "request_id prompt_token_ids prompt_embeds all_token_ids num_tokens num_prompt_tokens "
     "num_computed_tokens num_preemptions lora_request mm_features cache_salt pooling_params skip_reading_prefix_cache "
-    "resumable trace_headers",
+    "resumable trace_headers arrival_time",
     "vllm.lora.request.LoRARequest": "lora_int_id lora_name lora_path load_inplace is_3d_lora_weight",
     "vllm.multimodal.inputs.MultiModalFeatureSpec": "data modality identifier mm_position",
     "vllm.multimodal.inputs.PlaceholderRange": "offset length is_embed",

@@ -1,6 +1,7 @@
 """Scripted requests and steps for the connector's scheduler half."""
 
 import math
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -125,6 +126,7 @@ class Request(SimpleNamespace):
             num_computed_tokens=0,
             max_tokens=16,
             trace_headers=None,
+            arrival_time=time.time(),
         )
         super().__init__(**{**given, **attributes})
 

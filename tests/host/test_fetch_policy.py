@@ -288,6 +288,37 @@ def test_auto_notices_when_the_other_way_becomes_faster(before: float, after: fl
         assert [decision.way for decision in engine.decisions[-10:]].count(faster) >= 9
 
 
+@pytest.mark.parametrize("arrivals, way", [(0, "layers"), (1, "fetch"), (8, "fetch")])
+def test_a_step_waits_long_for_layers_only_while_few_requests_arrive(arrivals: int, way: str) -> None:
+    """A load takes five times as long as the step computes; requests arrive during each of eight loads before it."""
+    engine = experienced(rate=200 * MBIT, auto=True, layers=32)
+    hit = engine.hit(4096, end_tokens=3072)
+    load_s = engine.fetch_seconds(engine.policy._load(hit, "fetch", hit.end_tokens).load_bytes)
+    assert 3 < load_s / compute_seconds(3072, 4096) < 10
+    assert engine.policy.configured(hit, engine.now).way == "fetch", "nothing is known about arrivals"
+    for number in range(8):
+        arrived = engine.now
+        engine.policy.arrived(arrived)
+        decision = engine.policy.configured(hit, engine.now)
+        engine.policy.begin(str(number), decision, engine.now, arrived)
+        for other in range(arrivals):
+            engine.policy.arrived(arrived + load_s * (other + 1) / (arrivals + 1))
+        engine.now += load_s
+        engine.policy.ended(str(number), engine.now)
+        engine.now += 1.0
+    assert engine.policy.configured(hit, engine.now).way == way
+
+
+def test_no_step_waits_longer_than_ten_seconds_for_layers() -> None:
+    engine = experienced(rate=30 * MBIT, auto=True, layers=32, timeout=100.0)
+    hit = engine.hit(4096, end_tokens=3072)
+    for number in range(20):
+        engine.policy.begin(str(number), engine.policy.configured(hit, engine.now), engine.now)
+        engine.now += 30.0
+        engine.policy.ended(str(number), engine.now)
+    assert engine.policy.configured(hit, engine.now).way == "fetch"
+
+
 def test_earlier_loads_in_the_queue_count() -> None:
     engine = experienced(rate=1000 * MBIT)
     hit = engine.hit(4096)

@@ -40,7 +40,7 @@ class Policy:
     def fetched(self, decision: Decision, seconds: float) -> None:
         self.loads.append((decision, seconds))
 
-    def begin(self, name: str, decision: Decision, now: float) -> None:
+    def begin(self, name: str, decision: Decision, now: float, arrived: float) -> None:
         pass
 
     def ended(self, name: str, now: float) -> None:
