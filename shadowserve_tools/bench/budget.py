@@ -4,13 +4,14 @@ Reads beside writes: a prefix is read cold from a pool on one device, alone and 
 continuously. Two pools take turns, with strict order (the device never reads and writes at the same time) and
 without. As root with cgroup v1 the devices are loop devices whose reads are capped; otherwise they are files.
 
-Fetches beside decoding: a steady batch decodes in real vLLM, in phases with a transfer and phases without. Fetches
-and pages from a device go at the rate that the plugin's own policy sets, or without a bound (``_off``). The policy
-learns for some rounds before those that count. Each phase is compared with the phases before and after it. Medians of
-steps are compared for fetches, and capped means for pages, which come in bursts.
+Fetches beside decoding: a steady batch decodes in real vLLM, in phases with a transfer and phases without. Fetches of
+binned KV and of ``near_lossless`` KV, and pages from a device, go at the rate that the plugin's own policy sets, or
+without a bound (``_off``). The policy learns for some rounds before those that count. Each phase is compared with the
+phases before and after it. Medians of steps are compared for fetches, and capped means for pages, which come in bursts.
 
 Prediction: strict order costs reads 1 to 3 %. A GB/s of fetches costs a step 4 to 6 %, so the budget of 2 % leaves
-0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. Pages: 0.005 to 0.015 within the budget.
+0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. ``near_lossless`` the same. Pages: 0.005
+to 0.015 within the budget.
 """
 
 import functools
@@ -60,6 +61,8 @@ MEGA: Final = 1_000_000
 NOTHING: Final = "decoding without a load"
 WITHIN: Final = "decoding beside fetching, within the budget"
 FREE: Final = "decoding beside fetching, no bound"
+NEAR_WITHIN: Final = "decoding beside fetching near_lossless, within the budget"
+NEAR_FREE: Final = "decoding beside fetching near_lossless, no bound"
 PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
 PAGES_FREE: Final = "decoding beside pages from a device, no bound"
 OFTEN: Final = 8
@@ -120,27 +123,40 @@ def budget(
     load = holding(load, 2 * OFTEN, phase_steps)
     load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
     running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
-    workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=Quantizer.BINNED)
-    put(workload, running.storage.address)
-    target = programs.enter_context(Target.opened(running.data_plane.address, workload))
+    fetching, near = _fetching(programs, running, phase_steps)
     paged = _paged(programs, running)
-    size, longer = workload.layout.raw_bytes, PAGES_LONGER * phase_steps
-    fetching = _Moving(target, size, FETCH_CHUNKS, FETCH_S, phase_steps, statistics.median, Interference(BUDGET))
-    chunks = MANY // CHUNK_BLOCKS
+    chunks, longer = MANY // CHUNK_BLOCKS, PAGES_LONGER * phase_steps
     bringing = _Moving(paged, paged.chunk_bytes, chunks, PAGES_S, longer, _mean, Interference(BUDGET))
     kinds = {WITHIN: (fetching, True), FREE: (fetching, False)}
+    kinds |= {NEAR_WITHIN: (near, True), NEAR_FREE: (near, False)}
     kinds |= {PAGES_WITHIN: (bringing, True), PAGES_FREE: (bringing, False)}
     decoding = _Decoding(running.engine, batch, kinds)
     for _ in tracked(range(learning), "learning"):
-        decoding.round([WITHIN] * 2 * OFTEN, _Steps())
+        for name in (WITHIN, NEAR_WITHIN):
+            decoding.round([name] * 2 * OFTEN, _Steps())
         decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
-    for number in rounds_until_narrow(rounds, rounds_max, [steps.over[name] for name in (WITHIN, PAGES_WITHIN)]):
+    judged = [steps.over[name] for name in (WITHIN, NEAR_WITHIN, PAGES_WITHIN)]
+    for number in rounds_until_narrow(rounds, rounds_max, judged):
         order = slice(None, None, -1 if number % 2 else 1)
-        decoding.round(([WITHIN, FREE] * OFTEN)[order], steps)
+        for names in ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE)):
+            decoding.round(([*names] * OFTEN)[order], steps)
         decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-    for moving in (fetching, bringing):
+    policies = {"": fetching.policy, "near_lossless_": near.policy, "pages_": bringing.policy}
+    for moving in (fetching, near, bringing):
         moving.verify()
-    _report_steps(report, steps, {"": fetching.policy, "pages_": bringing.policy})
+    _report_steps(report, steps, policies)
+
+
+def _fetching(stack: ExitStack, running: Stack, phase_steps: int) -> list["_Moving"]:
+    """Store binned and ``near_lossless`` KV, and return the loads that fetch them."""
+    loads, beside = [], None
+    for quantizer in (Quantizer.BINNED, Quantizer.WEIGHTED):
+        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=quantizer)
+        put(workload, running.storage.address)
+        beside = stack.enter_context(Target.opened(running.data_plane.address, workload, beside=beside))
+        size, policy = workload.layout.raw_bytes, Interference(BUDGET)
+        loads.append(_Moving(beside, size, FETCH_CHUNKS, FETCH_S, phase_steps, statistics.median, policy))
+    return loads
 
 
 def _measure_disk(report: Report, prefix: Prefix, cap: int, turns: int, folder: Path | None) -> None:
@@ -307,7 +323,8 @@ def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interferenc
         if rates := steps.rates.get(name, []):
             row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
         report.row(**row)
-    for moved, within, free in (("", WITHIN, FREE), ("pages_", PAGES_WITHIN, PAGES_FREE)):
+    kinds = ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE), (PAGES_WITHIN, PAGES_FREE))
+    for moved, (within, free) in zip(policies, kinds, strict=True):
         for name, suffix in ((within, ""), (free, "_off")):
             width = half_width(steps.over[name])
             goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"

@@ -55,20 +55,30 @@ class Target:
 
     Attributes:
         rate: Bytes per second that the data plane keeps from the next fetch on, as beside decoding; 0 for no bound.
+        reports: Reports of decode steps, for one data plane.
     """
 
-    def __init__(self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload) -> None:
+    def __init__(
+        self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload, reports: SteadySteps
+    ) -> None:
         self._client = client
         self._registration = registration
         self._workload = workload
         self._memory = registration.acquire(CALL_TIMEOUT_S).memory
         self.rate = 0
-        self._steps = SteadySteps(client)
+        self.reports = reports
 
     @classmethod
     @contextmanager
-    def opened(cls, address: str, workload: Workload, size: int | None = None) -> Iterator["Target"]:
-        """Register shared memory of ``size`` bytes (by default for all chunks) with the data plane at ``address``."""
+    def opened(
+        cls, address: str, workload: Workload, size: int | None = None, beside: "Target | None" = None
+    ) -> Iterator["Target"]:
+        """Register shared memory with the data plane at ``address``.
+
+        Args:
+            size: Bytes of memory, by default for all chunks.
+            beside: Target at the same data plane, whose reports of decode steps this one shares.
+        """
         with closing(DataPlaneClient(address, connect_timeout_s=CALL_TIMEOUT_S)) as plane:
             size = size or workload.raw_bytes
             steps = None if workload.steps is None else PlacedSteps(workload.steps, [(0, 0)])
@@ -76,11 +86,11 @@ class Target:
                 plane, [workload.layout], size, connect_timeout_s=CALL_TIMEOUT_S, steps=steps
             )
             with closing(registration):
-                yield cls(plane, registration, workload)
+                yield cls(plane, registration, workload, SteadySteps(plane) if beside is None else beside.reports)
 
     def fetch(self, count: int | None = None) -> None:
         """Fetch the leading chunks, by default all, in as many batches as necessary."""
-        self._steps.report(self.rate)
+        self.reports.report(self.rate)
         done, last = 0, len(self._workload.keys) if count is None else count
         while done < last:
             done += self._batch(done, done * self._workload.layout.raw_bytes, last)
