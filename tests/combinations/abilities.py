@@ -72,6 +72,13 @@ ABILITIES: Final[dict[str, Ability]] = {
         host={"quantizer": "near_lossless", "calibration": "CALIBRATION"},
         exact=False,
     ),
+    "copies": Ability(
+        "exact copies",
+        "host.exact_copies: true",
+        host={"quantizer": "binned", "exact_copies": True},
+        plane=("--tiers", _TIERS),
+        exact=False,
+    ),
     "policy": Ability("fetch-or-recompute policy", "host.fetch_or_recompute: true", host={"fetch_or_recompute": True}),
     "pd": Ability("P/D disaggregation", "host.pd_role: prefill, decode", host={"pd_role": "prefill"}),
     "budget": Ability("interference budget", "host.interference_budget", host={"interference_budget": 0.01}),
@@ -133,6 +140,11 @@ PAIRS: Final[dict[tuple[str, str], Expected]] = {
     ("groups", "calibrated"): Expected("refused", "needs keys and values of equal layers in one KV cache group"),
     ("pages", "calibrated"): Expected("refused", "pages: true stores pages unchanged, which quantizer: near_lossless"),
     ("binned", "calibrated"): Expected("none", "an engine has the one or the other"),
+    ("calibrated", "copies"): Expected(
+        test="tests/e2e/test_vllm_calibrated.py::test_exact_copies_stay_in_local_tiers_and_are_preferred"
+    ),
+    ("pages", "copies"): Expected("refused", "pages: true stores pages unchanged, which quantizer: binned"),
+    ("copies", "tier"): Expected("refused", "ShadowServeTier .* does not use quantizer: binned", _TIER),
     ("calibrated", "ranks"): Expected(
         test="tests/e2e/test_vllm_calibrated.py::test_an_engine_loads_what_a_preset_stored_within_half_a_step"
     ),
