@@ -30,8 +30,14 @@ def section() -> str:
             detail = f"`{found.detail}`" if found.outcome == "slower" else found.detail.replace(".*", "...")
             lines.append(f"| {pair} | {_OUTCOMES[found.outcome]} | {detail} |")
     lines += ["", "Pairs that work but have no test of both, only tests of each:", ""]
-    lines += [f"- {ABILITIES[name].title}, with {', '.join(others)}" for name, others in _untested()]
+    lines += [f"- {ABILITIES[name].title}, with {_listed(name, others)}" for name, others in _untested()]
     return "\n".join(lines) + "\n"
+
+
+def _listed(name: str, others: list[str]) -> str:
+    """Return a list of abilities, or those that are not in it if they are fewer."""
+    rest = [each.title for other, each in ABILITIES.items() if other != name and each.title not in others]
+    return ", ".join(others) if len(others) <= len(rest) else " except ".join(["all others", ", ".join(rest)])
 
 
 def _untested() -> list[tuple[str, list[str]]]:
