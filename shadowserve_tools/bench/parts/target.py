@@ -55,18 +55,18 @@ class Target:
 
     Attributes:
         rate: Bytes per second that the data plane keeps from the next fetch on, as beside decoding; 0 for no bound.
-        reports: Reports of decode steps, for one data plane.
+        reports: Reports of decode steps, which the targets of one data plane share.
     """
 
     def __init__(
-        self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload, reports: SteadySteps
+        self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload, beside: "Target | None" = None
     ) -> None:
         self._client = client
         self._registration = registration
         self._workload = workload
         self._memory = registration.acquire(CALL_TIMEOUT_S).memory
         self.rate = 0
-        self.reports = reports
+        self.reports: SteadySteps = SteadySteps(client) if beside is None else beside.reports
 
     @classmethod
     @contextmanager
@@ -86,7 +86,7 @@ class Target:
                 plane, [workload.layout], size, connect_timeout_s=CALL_TIMEOUT_S, steps=steps
             )
             with closing(registration):
-                yield cls(plane, registration, workload, SteadySteps(plane) if beside is None else beside.reports)
+                yield cls(plane, registration, workload, beside)
 
     def fetch(self, count: int | None = None) -> None:
         """Fetch the leading chunks, by default all, in as many batches as necessary."""
