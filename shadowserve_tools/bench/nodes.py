@@ -54,7 +54,7 @@ _SKEW: Final = 1.0
 _SETTLED_S: Final = 120.0
 _SMALL: Final = ("--decompression-buffer-bytes", "32MiB", "--store-buffer-bytes", "32MiB", "--connections", "1")
 _ALONE: Final = ("--store-buffer-bytes", "32MiB", "--connections", "1")
-_LOOKUPS: Final = 21
+_LOOKUPS: Final = 101
 
 
 class _Node:

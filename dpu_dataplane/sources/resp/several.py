@@ -291,15 +291,15 @@ class SeveralServers(RespSource):
     # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        segments = self._segments(keys)
-        expected = self._also(segments, [Cold(self._record_bytes, 0)] * len(keys))  # in the same round trip
+        segments, size = self._segments(keys), self._record_bytes
+        expected = self._also(segments, [Cold(size, 0)] * len(keys), size)  # in the same round trip
         asked = {address: frozenset(some) for address, some in expected.items()}
         asking = self._ask_each(keys, expected)
         try:
             found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
             self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
             # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
-            also = self._also(segments, found)
+            also = self._also(segments, found, size or self._record_bytes)
             awaited = [task for address, task in asking if not asked[address].isdisjoint(also.get(address, ()))]
             left = {address: [at for at in some if at not in asked.get(address, ())] for address, some in also.items()}
             more = self._ask_each(keys, {address: some for address, some in left.items() if some})
@@ -347,14 +347,16 @@ class SeveralServers(RespSource):
         known = {address: load_us for address, load_us in loads_us.items() if load_us is not None}
         return Waits(known, 1 / rate if rate else 0.0)
 
-    def _also(self, segments: Sequence[_Segment], found: Sequence[Found]) -> dict[str, list[int]]:
+    def _also(self, segments: Sequence[_Segment], found: Sequence[Found], size: int) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
 
-        ``found`` has the answers of the first choices.
+        Args:
+            found: Answers of the first choices.
+            size: Expected size of a record. With their own sizes, idle nodes would be asked in a second round trip.
         """
         loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
         waits = self._waits(loads)
-        sizes = [each.length if isinstance(each, Stored | Cold) else 0 for each in found]
+        sizes = [size if _is_there(each) else 0 for each in found]
         longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(sum(sizes))
         may_have_moved = self._before is not self._placement or self._returned
         if not may_have_moved and longest_us <= WAIT_MARGIN_US:
@@ -363,8 +365,8 @@ class SeveralServers(RespSource):
         for name, indexes, first, second in segments:
             if second is None:
                 continue
-            size = sum([sizes[index] for index in indexes])
-            is_asked = waits.choose(Choice(first), Choice(second), size) == second
+            segment_bytes = sum([sizes[index] for index in indexes])
+            is_asked = waits.choose(Choice(first), Choice(second), segment_bytes) == second
             if not is_asked and may_have_moved and not all(_is_there(found[index]) for index in indexes):
                 is_asked = second == self._before.ranking(partition_of(name))[0] or first in self._returned
             if is_asked:
