@@ -10,7 +10,7 @@ A reader takes a segment from its first or second choice by their loads (the pow
 
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
@@ -21,6 +21,16 @@ WAIT_FACTOR: Final = 1.25
 WAIT_MARGIN_US: Final = 10_000
 """The second choice is taken if the first one's wait exceeds its wait times the factor plus the margin: often it must
 read the segment from the bucket first, and loads that hardly differ must not move reads to and fro."""
+
+
+_RATES: Final = 32
+"""Last batches of which the fastest gives the rate of a link."""
+_SLOW: Final = 4
+"""A batch shows that a node may be slow if it takes this multiple of its time at that rate."""
+_SLOW_BATCHES: Final = 4
+"""Last batches of a node that count: it is slow if all of them were."""
+_SLOW_S: Final = 20.0
+"""Time for which a slow batch counts; then the node is tried again."""
 
 
 def partition_of(key: bytes) -> int:
@@ -73,29 +83,76 @@ class Waits:
         loads_us: Load of each node: microseconds that the bytes queued for its clients need. A node without an entry
             is never taken as the second choice.
         us_per_byte: Microseconds of a node's link for a byte; 0 if not known.
+        slow: The same for nodes that are much slower.
     """
 
-    def __init__(self, loads_us: Mapping[str, float], us_per_byte: float = 0.0) -> None:
+    def __init__(
+        self, loads_us: Mapping[str, float], us_per_byte: float = 0.0, slow: Mapping[str, float] | None = None
+    ) -> None:
         self._loads_us = loads_us
         self._us_per_byte = us_per_byte
+        self._slow = slow or {}
         self._planned_bytes: Counter[str] = Counter()
 
     def choose(self, first: Choice, second: Choice | None, size: int) -> str:
         """Return the node to read a segment of ``size`` bytes from, and count these bytes as planned."""
-        chosen = first if second is None or not self.prefers(second, first) else second
+        chosen = first if second is None or not self.prefers(second, first, size) else second
         self._planned_bytes[chosen.node] += size
         return chosen.node
 
-    def prefers(self, choice: Choice, other: Choice) -> bool:
-        """Return True if the wait at a node is known, and clearly shorter than at the other one."""
-        is_shorter = self.wait_us(other) > WAIT_FACTOR * self.wait_us(choice) + WAIT_MARGIN_US
+    def prefers(self, choice: Choice, other: Choice, size: int = 0) -> bool:
+        """Return True if the wait for ``size`` bytes of a node is known, and clearly shorter than at the other one."""
+        is_shorter = self.wait_us(other, size) > WAIT_FACTOR * self.wait_us(choice, size) + WAIT_MARGIN_US
         return is_shorter and choice.node in self._loads_us
 
-    def wait_us(self, choice: Choice) -> float:
-        """Return the wait until a node begins to send: what is queued, what is planned, and what is not at hand yet."""
-        planned_us = self.us_of(self._planned_bytes[choice.node])
-        return self._loads_us.get(choice.node, 0.0) + planned_us + choice.extra_us
+    def wait_us(self, choice: Choice, size: int = 0) -> float:
+        """Return the wait until a node begins to send: what is queued, what is planned, and what is not at hand yet.
+
+        For a slow node also the time that ``size`` bytes take more than at other nodes.
+        """
+        us_per_byte = self._slow.get(choice.node, self._us_per_byte)
+        own_us = us_per_byte * self._planned_bytes[choice.node] + (us_per_byte - self._us_per_byte) * size
+        return self._loads_us.get(choice.node, 0.0) + own_us + choice.extra_us
 
     def us_of(self, size: float) -> float:
         """Return the time of some bytes on a node's link; 0 if it is not known."""
         return size * self._us_per_byte
+
+
+class Rates:
+    """The rates of nodes' links, as a reader sees them. Without clock and I/O.
+
+    A batch ends when its last node has sent all, so it shows only that one of its nodes is slow. A node is slow if all
+    its last batches were.
+    """
+
+    def __init__(self) -> None:
+        self._bytes_per_us: deque[float] = deque([0.0], _RATES)
+        self._last: dict[str, deque[tuple[float, float]]] = {}  # times of a node's batches, and least rates in them
+
+    def note(self, bytes_by_node: Mapping[str, int], seconds: float, now_s: float) -> None:
+        """Note a batch: its bytes from each node, and its duration."""
+        us = max(1e6 * seconds, 1.0)
+        rate = max(bytes_by_node.values()) / us
+        self._bytes_per_us.append(rate)
+        is_slow = _SLOW * rate < max(self._bytes_per_us)
+        for node, size in bytes_by_node.items():
+            self._last.setdefault(node, deque(maxlen=_SLOW_BATCHES)).append((now_s, size / us if is_slow else math.inf))
+
+    def keep(self, nodes: Mapping[str, object]) -> None:
+        """Forget all other nodes."""
+        self._last = {node: last for node, last in self._last.items() if node in nodes}
+
+    @property
+    def us_per_byte(self) -> float:
+        """Microseconds of a link for a byte; 0 if not known."""
+        rate = max(self._bytes_per_us)
+        return 1 / rate if rate else 0.0
+
+    def slow(self, now_s: float) -> dict[str, float]:
+        """Return the microseconds for a byte of each slow node."""
+        rates = {
+            node: max((rate for at_s, rate in last if at_s > now_s - _SLOW_S), default=math.inf)
+            for node, last in self._last.items()
+        }
+        return {node: 1 / rate for node, rate in rates.items() if 0 < rate < math.inf}

@@ -4,8 +4,10 @@ Method: storage nodes over one bucket (Ceph's gateway where it is installed), ea
 network namespaces. All prompts begin with a system prompt of 1,024 tokens; 3,072 tokens of a document follow. Eight
 hosts ask for documents of Zipf's popularity, the same ones from one, two and four nodes. A host is a data plane with
 ``storage_nodes``; every request's bytes are compared. One more host fetches a long prompt, with nothing else on the
-links, and looks its 512 chunks up. Then, while all hosts fetch from four nodes, a node is killed, and
-started again, empty; and the link of another one gets a tenth of its rate. Throughput counts from ten seconds later.
+links, and looks its 512 chunks up; so does a client that only sends the same commands and reads the answers: its times
+give the limit, because here four nodes share two cores. Then, while all hosts fetch from four nodes, a node is killed,
+and started again, empty; and the link of another one gets a tenth of its rate. Throughput counts from ten seconds
+later.
 
 Prediction: eight hosts that wait for the last of their nodes keep 0.9 of four links busy, which is 3.5 times one link.
 The busiest node sends 1.1 times the mean, as a segment comes from its first or second choice by load. One long prompt
@@ -18,10 +20,12 @@ model's.
 import functools
 import json
 import secrets
+import socket
 import statistics
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -34,9 +38,11 @@ import numpy as np
 
 from host_control.client import DataPlaneClient
 from host_control.registered_memory import RegisteredMemory
+from shadowserve.addresses import split_address
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import SEGMENT_CHUNKS, segment_of
-from shadowserve.placement import partition_of
+from shadowserve.keys import SEGMENT_CHUNKS, segment_of, storage_key
+from shadowserve.placement import Placement, partition_of
+from shadowserve.resp import encode_command
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.target import CALL_TIMEOUT_S, Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
@@ -245,7 +251,9 @@ def nodes(
     report.more |= {"bucket": kind}
     click.echo(f"the bucket: {kind}")
     alone_s = _add_alone(report, fleets, whole_prompt, fetched, rate, repeats)
-    _add_lookups(report, fleets, whole_prompt)
+    with network.client_side():
+        bare = {count: _BareLookup(programs, addresses[:count], whole_prompt.keys, password) for count in (1, 4)}
+    _add_lookups(report, fleets, bare, whole_prompt)
     _add_shared(report, fleets, network, prompts, rate, requests, repeats, alone_s)
     kinds = (
         _Trouble(
@@ -312,7 +320,39 @@ def _add_alone(
     return max(0.0, short_s - sum(map(len, long.records[:SEGMENT_CHUNKS])) / (rate * TCP_SHARE * 1e9 / 8))
 
 
-def _add_lookups(report: Report, fleets: dict[int, _Fleet], long: Workload) -> None:
+class _BareLookup:
+    """A lookup's commands on connections of their own; nobody parses the answers."""
+
+    def __init__(self, stack: ExitStack, addresses: Sequence[str], keys: Sequence[bytes], password: str) -> None:
+        placement = Placement(dict.fromkeys(addresses, 1.0))
+        names: dict[str, list[bytes]] = defaultdict(list)
+        for key in keys:
+            names[placement.ranking(partition_of(key))[0]].append(storage_key(key))
+        self._sends: list[tuple[socket.socket, bytes]] = []
+        for address, some in names.items():
+            connection = stack.enter_context(socket.create_connection(split_address(address), CALL_TIMEOUT_S))
+            connection.sendall(encode_command(b"AUTH", password.encode()))
+            _read_until(connection, b"+OK\r\n")
+            self._sends.append((connection, encode_command(b"KV.META", *some) + encode_command(b"PING")))
+
+    def milliseconds(self) -> float:
+        begin = time.perf_counter()
+        for connection, commands in self._sends:
+            connection.sendall(commands)
+        for connection, _ in self._sends:
+            _read_until(connection, b"+PONG\r\n")
+        return 1e3 * (time.perf_counter() - begin)
+
+
+def _read_until(connection: socket.socket, end: bytes) -> None:
+    last = b""
+    while last != end:
+        if not (data := connection.recv(1 << 20)):
+            raise ShadowServeError("a storage node closed the connection; its log says why")
+        last = (last + data)[-len(end) :]
+
+
+def _add_lookups(report: Report, fleets: dict[int, _Fleet], bare: dict[int, _BareLookup], long: Workload) -> None:
     def milliseconds(host: _Host) -> float:
         begin = time.perf_counter()
         [chain] = host.client.find([(long.layout.namespace, long.keys)], CALL_TIMEOUT_S, published=False)()
@@ -321,11 +361,14 @@ def _add_lookups(report: Report, fleets: dict[int, _Fleet], long: Workload) -> N
             raise ShadowServeError("the lookup did not find what is stored; please report this")
         return 1e3 * wall_s
 
-    runs = [functools.partial(milliseconds, fleets[count].alone) for count in (1, 4)]
-    one, four = repeat(_LOOKUPS, *runs, description="looking up")
-    for count, own in ((1, one), (4, four)):
-        report.row(what=f"lookup of {len(long.keys)} chunks, {_nodes(count)}", ms=statistics.median(own))
-    report.ratio("lookup_over_round_trip", over(four, one), "at most 1.2; over one node")
+    runs: list[Callable[[], float]] = [functools.partial(milliseconds, fleets[count].alone) for count in (1, 4)]
+    runs += [bare[count].milliseconds for count in (1, 4)]
+    one, four, bare_one, bare_four = repeat(_LOOKUPS, *runs, description="looking up")
+    for what, own in (("lookup", (one, four)), ("a lookup's commands alone", (bare_one, bare_four))):
+        for count, times in zip((1, 4), own, strict=True):
+            report.row(what=f"{what}, {len(long.keys)} chunks, {_nodes(count)}", ms=statistics.median(times))
+    limits = [1 + (all_ms - one_ms) / whole for whole, one_ms, all_ms in zip(one, bare_one, bare_four, strict=True)]
+    report.ratio("lookup_over_round_trip", over(four, one), "at most 1.2; over one node", limits)
     report.ratio("lookup_ms", four, "at most 20")
 
 

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -84,8 +84,8 @@ class Router(ABC):
         """Note that a node's connection broke, or could not be made."""
         return
 
-    def note_rate(self, bytes_per_us: float) -> None:
-        """Note how fast a batch has received from the node that had most of its bytes."""
+    def note_batch(self, bytes_by_node: Mapping[Node, int], seconds: float) -> None:
+        """Note how many bytes a batch has received from each node, and its duration."""
         return
 
 
@@ -266,6 +266,8 @@ class PieceReader:
                 )
         finally:
             self._note_batch(batch, time.monotonic() - began_s, links, len(requests))
+            if self._router.clustered and not state.plan.rate:
+                self._note_rates(pieces, time.monotonic() - began_s, list(links_by_node))
             batch.release()
             if not batch.sockets_in_sync and not self._router.clustered:
                 self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
@@ -311,8 +313,6 @@ class PieceReader:
         """Update the links' rate, and whether servers take KV.LAYERS and its rates, after a batch."""
         if self._threshold is not None:
             self._threshold.note(batch.received_bytes, seconds)
-            if self._router.clustered:
-                self._note_rate(batch.pieces, seconds)
         refusals = batch.refusals
         self._metrics.totals["layer_batches"] += requests > len(refusals)
         for node, refusal in refusals.items():
@@ -324,11 +324,11 @@ class PieceReader:
                 _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
                 link.takes_rates = False
 
-    def _note_rate(self, pieces: npt.NDArray[np.void], seconds: float) -> None:
+    def _note_rates(self, pieces: npt.NDArray[np.void], seconds: float, nodes: Sequence[Node]) -> None:
         arrived = (pieces["origin"] == Origin.SERVER) & (pieces["result"] == Result.OK)
-        if arrived.any():
-            most = np.bincount(pieces["node"][arrived], pieces["body_length"][arrived]).max()
-            self._router.note_rate(float(most) / max(1e6 * seconds, 1.0))
+        sizes = np.bincount(pieces["node"][arrived], pieces["body_length"][arrived]).tolist()
+        if by_node := {nodes[number]: int(size) for number, size in enumerate(sizes) if size}:
+            self._router.note_batch(by_node, seconds)
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

@@ -13,7 +13,7 @@ import functools
 import logging
 import math
 import time
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Final, Generic, NamedTuple, TypeVar
@@ -32,17 +32,16 @@ from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError
-from shadowserve.keys import segment_of
+from shadowserve.keys import SEGMENT_CHUNKS, segment_of
 from shadowserve.native import Origin, Result
 from shadowserve.pieces import Flags
-from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Waits, partition_of
+from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Rates, Waits, partition_of
 
 _CHOSEN_MAX: Final = 65536
 """Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
 _SECOND_S: Final = 0.1  # longest wait for second choices, after the first ones have answered
 _RETURNED_S: Final = 600.0
 """Seconds for which the second choices of a server that was away are asked too: they have what was stored meanwhile."""
-_RATES: Final = 32  # batches of which the fastest gives the rate of a server's link
 
 _Answer = TypeVar("_Answer")
 _Question = Callable[[OneServer, Sequence[bytes]], Awaitable[_Answer]]
@@ -86,7 +85,7 @@ class SeveralServers(RespSource):
         self._chosen: OrderedDict[bytes, str] = OrderedDict()  # addresses by segment, or by key for exceptions
         self._warming: asyncio.Future[Any] | None = None  # the request that warms a second choice
         self._busy: set[str] = set()  # servers that were avoided for their load
-        self._bytes_per_us: deque[float] = deque([0.0], _RATES)
+        self._rates = Rates()
         self._record_bytes = 0  # mean of the last lookup that has found some
         self._started = False
         self._copies: HotCopies
@@ -133,6 +132,7 @@ class SeveralServers(RespSource):
         new = {address: self._server(address) for address in weights if address not in self._servers}
         removed = [self._servers.pop(address) for address in list(self._servers) if address not in weights]
         self._servers |= new
+        self._rates.keep(weights)
         self._leaving.update(removed)
         self._placement, self._before, self._known_choices = Placement(weights), self._placement, {}
         self.name = ",".join(weights)
@@ -223,8 +223,8 @@ class SeveralServers(RespSource):
         """Avoid a server until its control connection knows whether it is down."""
         self._avoided.add(node)
 
-    def note_rate(self, bytes_per_us: float) -> None:
-        self._bytes_per_us.append(bytes_per_us)
+    def note_batch(self, bytes_by_node: Mapping[Node, int], seconds: float) -> None:
+        self._rates.note({str(node): size for node, size in bytes_by_node.items()}, seconds, time.monotonic())
 
     # ---- Bytes
 
@@ -291,15 +291,17 @@ class SeveralServers(RespSource):
     # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        segments, size = self._segments(keys), self._record_bytes
-        expected = self._also(segments, [Cold(size, 0)] * len(keys), size)  # in the same round trip
+        segments, size, loads = self._segments(keys), self._record_bytes, self._loads()
+        expected = self._also(segments, [Cold(size, 0)] * len(keys), size, loads)  # in the same round trip
         asked = {address: frozenset(some) for address, some in expected.items()}
         asking = self._ask_each(keys, expected)
         try:
             found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
             self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
             # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
-            also = self._also(segments, found, size or self._record_bytes)
+            also, now = expected, self._loads()
+            if now != loads or not size or self._may_have_moved:
+                also = self._also(segments, found, size or self._record_bytes, now)
             awaited = [task for address, task in asking if not asked[address].isdisjoint(also.get(address, ()))]
             left = {address: [at for at in some if at not in asked.get(address, ())] for address, some in also.items()}
             more = self._ask_each(keys, {address: some for address, some in left.items() if some})
@@ -343,23 +345,33 @@ class SeveralServers(RespSource):
         return [_Segment(name, indexes, *self._choices(name, usable)) for name, indexes in by_name.items()]
 
     def _waits(self, loads_us: Mapping[str, int | None]) -> Waits:
-        rate = max(self._bytes_per_us)
         known = {address: load_us for address, load_us in loads_us.items() if load_us is not None}
-        return Waits(known, 1 / rate if rate else 0.0)
+        return Waits(known, self._rates.us_per_byte, self._rates.slow(time.monotonic()))
 
-    def _also(self, segments: Sequence[_Segment], found: Sequence[Found], size: int) -> dict[str, list[int]]:
+    def _loads(self) -> dict[str, int | None]:
+        return {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
+
+    @property
+    def _may_have_moved(self) -> bool:
+        """The records of a segment may be at the server that was its first choice before."""
+        return self._before is not self._placement or bool(self._returned)
+
+    def _also(
+        self, segments: Sequence[_Segment], found: Sequence[Found], size: int, loads: Mapping[str, int | None]
+    ) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
 
         Args:
             found: Answers of the first choices.
             size: Expected size of a record. With their own sizes, idle nodes would be asked in a second round trip.
+            loads: Load of each server, in microseconds.
         """
-        loads = {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
         waits = self._waits(loads)
         sizes = [size if _is_there(each) else 0 for each in found]
-        longest_us = max(waits.wait_us(Choice(address)) for address in self._servers) + waits.us_of(sum(sizes))
-        may_have_moved = self._before is not self._placement or self._returned
-        if not may_have_moved and longest_us <= WAIT_MARGIN_US:
+        all_bytes = sum(sizes)
+        longest_us = max(waits.wait_us(Choice(address), all_bytes) for address in self._servers)
+        longest_us += waits.us_of(all_bytes)
+        if not self._may_have_moved and longest_us <= WAIT_MARGIN_US:
             return {}
         also: dict[str, list[int]] = {}
         for name, indexes, first, second in segments:
@@ -367,7 +379,7 @@ class SeveralServers(RespSource):
                 continue
             segment_bytes = sum([sizes[index] for index in indexes])
             is_asked = waits.choose(Choice(first), Choice(second), segment_bytes) == second
-            if not is_asked and may_have_moved and not all(_is_there(found[index]) for index in indexes):
+            if not is_asked and self._may_have_moved and not all(_is_there(found[index]) for index in indexes):
                 is_asked = second == self._before.ranking(partition_of(name))[0] or first in self._returned
             if is_asked:
                 also.setdefault(second, []).extend(indexes)
@@ -388,9 +400,9 @@ class SeveralServers(RespSource):
             logger.info(
                 "storage node %s is avoided while it is busy (%.0f ms; %s: %.0f ms): see storage_nodes_reads_total",
                 first,
-                waits.wait_us(own) / 1e3,
+                waits.wait_us(own, size) / 1e3,
                 second,
-                waits.wait_us(other) / 1e3,
+                waits.wait_us(other, size) / 1e3,
             )
         self._read_from(name, chosen, first)
         for index in indexes:
@@ -417,10 +429,11 @@ class SeveralServers(RespSource):
             self._warming = asyncio.ensure_future(asking)
 
     def _is_relief(self, address: str, busy: str) -> bool:
-        """Return True if a server's wait is clearly shorter than that of a busy one, by their loads."""
+        """Return True if a server's wait is clearly shorter than that of a busy one, by their loads and rates."""
         servers = [self._servers.get(each) for each in (address, busy)]
-        loads = {each.name: each.load_us for each in servers if each is not None and each.load_us is not None}
-        return None not in servers and Waits(loads).prefers(Choice(address), Choice(busy))
+        waits = self._waits({each.name: each.load_us for each in servers if each is not None})
+        size = SEGMENT_CHUNKS * self._record_bytes
+        return None not in servers and waits.prefers(Choice(address), Choice(busy), size)
 
     async def find_stored(self, keys: Sequence[bytes]) -> Sequence[Found]:
         """Ask the first choices: they are to have new records."""

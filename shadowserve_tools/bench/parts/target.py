@@ -59,7 +59,11 @@ class Target:
     """
 
     def __init__(
-        self, client: DataPlaneClient, registration: RegisteredMemory, workload: Workload, beside: "Target | None" = None
+        self,
+        client: DataPlaneClient,
+        registration: RegisteredMemory,
+        workload: Workload,
+        beside: "Target | None" = None,
     ) -> None:
         self._client = client
         self._registration = registration
