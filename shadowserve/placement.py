@@ -10,6 +10,7 @@ A reader takes a segment from its first or second choice by their loads (the pow
 
 import hashlib
 import math
+import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final, NamedTuple
@@ -26,11 +27,11 @@ read the segment from the bucket first, and loads that hardly differ must not mo
 _RATES: Final = 32
 """Last batches of which the fastest gives the rate of a link."""
 _SLOW: Final = 4
-"""A batch shows that a node may be slow if it takes this multiple of its time at that rate."""
+"""A node is slow if other nodes have several times its rate."""
 _SLOW_BATCHES: Final = 4
-"""Last batches of a node that count: it is slow if all of them were."""
+"""Last batches of a node that count: the fastest gives its rate."""
 _SLOW_S: Final = 20.0
-"""Time for which a slow batch counts; then the node is tried again."""
+"""Time for which a batch counts; then a slow node is tried again."""
 
 
 def partition_of(key: bytes) -> int:
@@ -120,24 +121,17 @@ class Waits:
 
 
 class Rates:
-    """The rates of nodes' links, as a reader sees them. Without clock and I/O.
-
-    A batch ends when its last node has sent all, so it shows only that one of its nodes is slow. A node is slow if all
-    its last batches were.
-    """
+    """The rates of nodes' links, as a reader sees them. Without clock and I/O."""
 
     def __init__(self) -> None:
-        self._bytes_per_us: deque[float] = deque([0.0], _RATES)
-        self._last: dict[str, deque[tuple[float, float]]] = {}  # times of a node's batches, and least rates in them
+        self._fastest: deque[float] = deque([0.0], _RATES)  # in each batch, in bytes per microsecond
+        self._last: dict[str, deque[tuple[float, float]]] = {}  # times of a node's batches, and its rates in them
 
-    def note(self, bytes_by_node: Mapping[str, int], seconds: float, now_s: float) -> None:
-        """Note a batch: its bytes from each node, and its duration."""
-        us = max(1e6 * seconds, 1.0)
-        rate = max(bytes_by_node.values()) / us
-        self._bytes_per_us.append(rate)
-        is_slow = _SLOW * rate < max(self._bytes_per_us)
-        for node, size in bytes_by_node.items():
-            self._last.setdefault(node, deque(maxlen=_SLOW_BATCHES)).append((now_s, size / us if is_slow else math.inf))
+    def note(self, bytes_per_us: Mapping[str, float], now_s: float) -> None:
+        """Note the rates of nodes in a batch."""
+        self._fastest.append(max(bytes_per_us.values()))
+        for node, rate in bytes_per_us.items():
+            self._last.setdefault(node, deque(maxlen=_SLOW_BATCHES)).append((now_s, rate))
 
     def keep(self, nodes: Mapping[str, object]) -> None:
         """Forget all other nodes."""
@@ -146,7 +140,7 @@ class Rates:
     @property
     def us_per_byte(self) -> float:
         """Microseconds of a link for a byte; 0 if not known."""
-        rate = max(self._bytes_per_us)
+        rate = max(self._fastest)
         return 1 / rate if rate else 0.0
 
     def slow(self, now_s: float) -> dict[str, float]:
@@ -155,4 +149,6 @@ class Rates:
             node: max((rate for at_s, rate in last if at_s > now_s - _SLOW_S), default=math.inf)
             for node, last in self._last.items()
         }
-        return {node: 1 / rate for node, rate in rates.items() if 0 < rate < math.inf}
+        known = [rate for rate in rates.values() if rate < math.inf]
+        usual = statistics.median_high(known) if known else 0.0
+        return {node: 1 / rate for node, rate in rates.items() if _SLOW * rate < usual}

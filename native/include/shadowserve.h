@@ -260,9 +260,8 @@ struct ss_piece {
     uint64_t record_offset;        /* of the body in the record, that is of the first slice's stored bytes */
     uint64_t body_length;          /* bytes of the body: all slices, in order and without gaps */
     uint64_t decompression_offset; /* in the decompression buffer, of a region of body_length bytes */
-    uint64_t
-        dequantization_offset; /* in the dequantization buffer, of a region of all decoded bytes; unused when fused */
-    uint32_t slice_first;      /* index into the batch's slices */
+    uint64_t dequantization_offset; /* in the dequantization buffer, of a region of decoded bytes; unused if fused */
+    uint32_t slice_first;           /* index into the batch's slices */
     uint32_t slice_count;
     uint32_t node;   /* fetch: index of its node, below the batch's 'node_count' */
     uint32_t asking; /* fetch: 1 to send ASKING first, after a cluster's node answered ASK */
@@ -270,6 +269,7 @@ struct ss_piece {
     const uint8_t *memory; /* fetch: address of the body in this process. For a server's piece: memory that keeps the
                               body if the piece ends with SS_OK; NULL: it is not kept */
     uint32_t layer;        /* fetch with 'progress': the layer, or chunk, that 'progress' counts it for */
+    uint64_t ended_ns;     /* out: CLOCK_MONOTONIC when all of it had arrived and was delivered; 0: it was not */
     enum ss_result result; /* out */
     char error[256];       /* out, for SS_REFUSED and SS_REDIRECTED: the server's text, truncated, zero-terminated */
 };

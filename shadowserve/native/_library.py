@@ -38,7 +38,7 @@ __all__ = [
     "result_text",
 ]
 
-ABI_VERSION: Final = 15
+ABI_VERSION: Final = 16
 
 
 class Closing(abc.ABC):

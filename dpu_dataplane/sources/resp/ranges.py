@@ -84,8 +84,8 @@ class Router(ABC):
         """Note that a node's connection broke, or could not be made."""
         return
 
-    def note_batch(self, bytes_by_node: Mapping[Node, int], seconds: float) -> None:
-        """Note how many bytes a batch has received from each node, and its duration."""
+    def note_rates(self, bytes_per_us: Mapping[Node, float]) -> None:
+        """Note how fast a batch has received from each node."""
         return
 
 
@@ -267,7 +267,7 @@ class PieceReader:
         finally:
             self._note_batch(batch, time.monotonic() - began_s, links, len(requests))
             if self._router.clustered and not state.plan.rate:
-                self._note_rates(pieces, time.monotonic() - began_s, list(links_by_node))
+                self._note_rates(pieces, began_s, list(links_by_node))
             batch.release()
             if not batch.sockets_in_sync and not self._router.clustered:
                 self._links.close()  # a cluster's links that are out of sync are disconnected, and found to be so
@@ -324,11 +324,15 @@ class PieceReader:
                 _logger.info("storage %s refuses a rate (%s): KV.LAYERS without a rate follows", link.node, refusal)
                 link.takes_rates = False
 
-    def _note_rates(self, pieces: npt.NDArray[np.void], seconds: float, nodes: Sequence[Node]) -> None:
+    def _note_rates(self, pieces: npt.NDArray[np.void], began_s: float, nodes: Sequence[Node]) -> None:
         arrived = (pieces["origin"] == Origin.SERVER) & (pieces["result"] == Result.OK)
-        sizes = np.bincount(pieces["node"][arrived], pieces["body_length"][arrived]).tolist()
-        if by_node := {nodes[number]: int(size) for number, size in enumerate(sizes) if size}:
-            self._router.note_batch(by_node, seconds)
+        ended_us = pieces["ended_ns"] / 1e3 - 1e6 * began_s
+        rates = {}
+        for number, node in enumerate(nodes):
+            if (own := arrived & (pieces["node"] == number)).any():
+                rates[node] = float(pieces["body_length"][own].sum() / max(ended_us[own].max(), 1.0))
+        if rates:
+            self._router.note_rates(rates)
 
     def _receive(self, batch: native.Batch, links: Sequence[Link], nodes: int) -> Result:
         sessions = [link.session for link in links]

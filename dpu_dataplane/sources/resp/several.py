@@ -223,8 +223,8 @@ class SeveralServers(RespSource):
         """Avoid a server until its control connection knows whether it is down."""
         self._avoided.add(node)
 
-    def note_batch(self, bytes_by_node: Mapping[Node, int], seconds: float) -> None:
-        self._rates.note({str(node): size for node, size in bytes_by_node.items()}, seconds, time.monotonic())
+    def note_rates(self, bytes_per_us: Mapping[Node, float]) -> None:
+        self._rates.note({str(node): rate for node, rate in bytes_per_us.items()}, time.monotonic())
 
     # ---- Bytes
 

@@ -95,6 +95,7 @@ static void piece_leave(const struct ss_piece_state *state, const struct ss_piec
 void ss_piece_part_done(struct ss_pipeline *pipeline, uint32_t piece) {
     uint32_t left = atomic_fetch_sub(&pipeline->piece_states[piece].remaining, 1) - 1;
     if (left == 0) {
+        pipeline->fetch.batch->pieces[piece].ended_ns = ss_now_ns();
         piece_leave(&pipeline->piece_states[piece], &pipeline->fetch.batch->pieces[piece]);
         ss_progress_piece(pipeline, piece);
     }
