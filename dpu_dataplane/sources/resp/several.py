@@ -40,6 +40,7 @@ from shadowserve.placement import WAIT_MARGIN_US, Choice, Placement, Rates, Wait
 _CHOSEN_MAX: Final = 65536
 """Segments and keys whose records are read from another server than their first choice; the oldest are forgotten."""
 _SECOND_S: Final = 0.1  # longest wait for second choices, after the first ones have answered
+_THERE: Final = Stored, Cold
 _RETURNED_S: Final = 600.0
 """Seconds for which the second choices of a server that was away are asked too: they have what was stored meanwhile."""
 
@@ -319,13 +320,13 @@ class SeveralServers(RespSource):
         for segment in segments:
             index = segment.indexes[0]
             first, second = first_of[index], other_of.get(index)
-            segment = segment._replace(first=first, second=None if second == first else second)
-            if segment.second is not None:
-                self._decide(keys, segment, found, others, waits)
+            if second is not None and second != first:
+                self._decide(keys, segment._replace(first=first, second=second), found, others, waits)
                 continue
-            waits.choose(Choice(first), None, _bytes_of(found[at] for at in segment.indexes))
-            for name in (segment.name, *(keys[at] for at in segment.indexes)):
-                self._chosen.pop(name, None)
+            waits.choose(Choice(first), None, _bytes_of([found[at] for at in segment.indexes]))
+            if self._chosen:
+                for name in (segment.name, *[keys[at] for at in segment.indexes]):
+                    self._chosen.pop(name, None)
         return found
 
     def _ask_each(
@@ -587,11 +588,11 @@ def _by_key(keys: Sequence[bytes], answers: Sequence[_Answered[Sequence[Found]]]
 
 
 def _is_there(found: Found) -> bool:
-    return isinstance(found, Stored | Cold)
+    return isinstance(found, _THERE)
 
 
 def _bytes_of(found: Iterable[Found]) -> int:
-    return sum(each.length for each in found if isinstance(each, Stored | Cold))
+    return sum([each.length for each in found if isinstance(each, _THERE)])
 
 
 def _better(found: Found, other: Found) -> Found:
