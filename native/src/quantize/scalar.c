@@ -39,16 +39,19 @@ PLANES(32)
 #define WEIGHTED(dtype)                                                                                                \
     static int weigh_##dtype(const struct ss_weighing *by, const void *source, int8_t *symbols) {                      \
         int outside = 0;                                                                                               \
-        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
+        for (size_t head = 0; head < by->width; head += by->head) {                                                   \
             outside |= ss_weigh_##dtype##_from(by, head, 0, 2 * by->pairs, source, symbols);                           \
         }                                                                                                              \
         return outside;                                                                                                \
     }                                                                                                                  \
                                                                                                                        \
-    static void unweigh_##dtype(const struct ss_weighing *by, const int8_t *symbols, void *target, int streamed) {     \
+    static void unweigh_##dtype(struct ss_weighing by, const int8_t *symbols, size_t vectors, uint8_t *target,         \
+                                int streamed) {                                                                        \
         (void)streamed;                                                                                                \
-        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
-            ss_unweigh_##dtype##_from(by, head, 0, 2 * by->pairs, symbols, target);                                    \
+        for (; vectors > 0; vectors--, symbols += by.width, target += by.pitch, ss_weighing_next(&by)) {               \
+            for (size_t head = 0; head < by.width; head += by.head) {                                                  \
+                ss_unweigh_##dtype##_from(&by, head, 0, 2 * by.pairs, symbols, target);                                \
+            }                                                                                                          \
         }                                                                                                              \
     }
 

@@ -15,8 +15,7 @@
 
 #include <stdlib.h>
 
-enum { SINKS = 4 };  /* first tokens of a prompt: most heads attend to them */
-enum { SHIFTS = 4 }; /* vectors that follow each other have other centres */
+enum { SINKS = 4 }; /* first tokens of a prompt: most heads attend to them */
 
 enum { NAMES = 2 * sizeof(uint32_t) }; /* offset of the exact vectors' numbers */
 
@@ -45,65 +44,58 @@ int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t v
            (channels->pairs == 0 || row % channels->kinds != 0 || vectors <= channels->tokens);
 }
 
-/* What the vectors of a slice have in common, and the angles of the current one. */
-struct slice {
-    const struct ss_quantize_kernels *kernels;
-    const struct ss_channels *channels;
-    const float *centres; /* of the row, for the slice's first vector */
-    struct ss_weighing by;
-    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
-    float cosines[SS_HEAD_MAX / 2];
-    float sines[SS_HEAD_MAX / 2];
-};
+/* pairs_of() returns how many pairs of a head are rotated in a row of the group's channels. */
+static size_t pairs_of(const struct ss_channels *channels, uint32_t row) {
+    return row % channels->kinds == 0 ? channels->pairs : 0;
+}
 
-static void slice_begin(struct slice *slice, const struct ss_channels *channels, uint32_t row, uint32_t position) {
-    const size_t begin = (size_t)row * channels->vector_length;
-
-    slice->kernels = ss_quantize_kernels_active();
-    slice->channels = channels;
-    slice->centres = channels->centres + begin;
-    slice->by = (struct ss_weighing){.steps = channels->steps + begin,
-                                     .cosines = slice->cosines,
-                                     .sines = slice->sines,
-                                     .length = channels->vector_length,
-                                     .pairs = row % channels->kinds == 0 ? channels->pairs : 0};
-    slice->by.head = slice->by.pairs != 0 ? channels->head_length : channels->vector_length;
-    for (size_t pair = 0; pair < slice->by.pairs; pair++) {
+/* first_angles() makes the cosines, then the sines, of a token at 'position'. */
+static void first_angles(const struct ss_channels *channels, size_t pairs, uint32_t position, float *first) {
+    for (size_t pair = 0; pair < pairs; pair++) {
         double angle = channels->frequencies[pair] * (double)position;
-        slice->first[pair] = (float)cos(angle);
-        slice->first[slice->by.pairs + pair] = (float)sin(angle);
+        first[pair] = (float)cos(angle);
+        first[pairs + pair] = (float)sin(angle);
     }
 }
 
-static void slice_at(struct slice *slice, size_t vector) {
-    const struct ss_channels *channels = slice->channels;
-    const size_t pairs = slice->by.pairs;
-
-    slice->by.centres = slice->centres + vector % SHIFTS * channels->rows * channels->vector_length;
-    if (pairs != 0) {
-        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, slice->cosines,
-                               slice->sines);
-    }
+/* weighing_of() describes 'width' channels of a row from 'channel' on, and the vectors from 'vector' on. */
+static struct ss_weighing weighing_of(const struct ss_channels *channels, uint32_t row, size_t vector, size_t channel,
+                                      size_t width, const float *angles) {
+    const size_t begin = (size_t)row * channels->vector_length + channel, pairs = pairs_of(channels, row);
+    const size_t shift = (size_t)channels->rows * channels->vector_length;
+    const struct ss_weighing by = {.steps = channels->steps + begin,
+                                   .centres = channels->centres + vector % SS_SHIFTS * shift + begin,
+                                   .angles = angles,
+                                   .width = width,
+                                   .head = pairs != 0 ? channels->head_length : width,
+                                   .pairs = pairs,
+                                   .vector = vector,
+                                   .shift = (ptrdiff_t)shift};
+    return by;
 }
 
 enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
                                     uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
                                     void *exact, size_t *exact_length) {
     const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
+    const struct ss_quantize_kernels *kernels = ss_quantize_kernels_active();
+    float first[SS_HEAD_MAX], angles[SS_HEAD_MAX];
     uint8_t *const side = exact;
     uint32_t count = 0;
-    struct slice slice;
 
     if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
         exact_length == NULL || (vectors != 0 && (source == NULL || symbols == NULL))) {
         return SS_BAD_ARGUMENT;
     }
-    slice_begin(&slice, channels, row, position);
+    first_angles(channels, pairs_of(channels, row), position, first);
     for (size_t vector = 0; vector < vectors; vector++) {
+        const struct ss_weighing by = weighing_of(channels, row, vector, 0, length, angles);
         const uint8_t *elements = (const uint8_t *)source + vector * bytes;
         int8_t *its = (int8_t *)symbols + vector * length;
-        slice_at(&slice, vector);
-        if (slice.kernels->weigh[dtype](&slice.by, elements, its) != 0 || position + vector < SINKS) {
+        if (by.pairs != 0) {
+            kernels->angles(first, channels->turns + 2 * by.pairs * vector, by.pairs, angles);
+        }
+        if (kernels->weigh[dtype](&by, elements, its) != 0 || position + vector < SINKS) {
             memset(its, 0, length);
             ss_store16(side + NAMES, count++, (uint16_t)vector);
         }
@@ -138,36 +130,82 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
     return count;
 }
 
-enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+enum ss_result ss_unweighing_begin(struct ss_unweighing *unweighing, const struct ss_elements *elements, float *angles) {
     const struct ss_channels *const channels = elements->channels;
-    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
-    const uint8_t *const side = elements->scales;
-    size_t count, next = 0;
-    struct slice slice;
+    const size_t bytes = elements->vector_length * ss_dtype_size(elements->dtype);
 
-    if (!ss_channels_fit(channels, elements->dtype, length) ||
-        !ss_channels_cover(channels, elements->row, elements->vectors) || side == NULL ||
-        (elements->vectors != 0 && (symbols == NULL || elements->target == NULL))) {
+    if (!ss_channels_fit(channels, elements->dtype, elements->vector_length) ||
+        !ss_channels_cover(channels, elements->row, elements->vectors) || elements->scales == NULL ||
+        (elements->vectors != 0 && elements->target == NULL)) {
         return SS_BAD_ARGUMENT;
     }
-    count = exact_count(side, elements->scales_length, elements->vectors, bytes);
-    if (count > elements->vectors) {
+    unweighing->kernels = ss_quantize_kernels_active();
+    unweighing->elements = elements;
+    unweighing->angles = angles;
+    unweighing->exact = exact_count(elements->scales, elements->scales_length, elements->vectors, bytes);
+    if (unweighing->exact > elements->vectors) {
         return SS_BAD_DATA;
     }
-    slice_begin(&slice, channels, elements->row, ss_load32(side, 0));
-    for (size_t vector = 0; vector < elements->vectors; vector++) {
-        uint8_t *target = (uint8_t *)elements->target + vector * bytes;
-        if (next < count && ss_load16(side + NAMES, next) == vector) {
-            memcpy(target, side + names_bytes(count) + next++ * bytes, bytes);
-            continue;
-        }
-        slice_at(&slice, vector);
-        slice.kernels->unweigh[elements->dtype](&slice.by, (const int8_t *)symbols + vector * length, target, streamed);
-    }
-    if (streamed) {
-        ss_streams_order();
-    }
+    unweighing->pairs = pairs_of(channels, elements->row);
+    first_angles(channels, unweighing->pairs, ss_load32(elements->scales, 0), unweighing->first);
     return SS_OK;
+}
+
+void ss_unweighing_turn(struct ss_unweighing *unweighing, size_t vector, size_t count) {
+    const size_t pairs = unweighing->pairs;
+    const float *turns = unweighing->elements->channels->turns;
+
+    unweighing->turned = vector;
+    for (size_t index = 0; pairs != 0 && index < count; index++) {
+        unweighing->kernels->angles(unweighing->first, turns + 2 * pairs * (vector + index), pairs,
+                                    unweighing->angles + 2 * pairs * index);
+    }
+}
+
+void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
+                        size_t channel, size_t width, int streamed) {
+    const struct ss_elements *const elements = unweighing->elements;
+    const size_t size = ss_dtype_size(elements->dtype);
+    const float *angles = unweighing->angles + 2 * unweighing->pairs * (vector - unweighing->turned);
+    struct ss_weighing by = weighing_of(elements->channels, elements->row, vector, channel, width, angles);
+
+    by.pitch = elements->vector_length * size;
+    unweighing->kernels->unweigh[elements->dtype](by, (const int8_t *)symbols, count,
+                                                  (uint8_t *)elements->target + vector * by.pitch + channel * size,
+                                                  streamed);
+}
+
+void ss_unweighing_end(const struct ss_unweighing *unweighing) {
+    const struct ss_elements *const elements = unweighing->elements;
+    const size_t bytes = elements->vector_length * ss_dtype_size(elements->dtype);
+    const uint8_t *const side = elements->scales;
+
+    ss_streams_order();
+    for (size_t index = 0; index < unweighing->exact; index++) {
+        memcpy((uint8_t *)elements->target + ss_load16(side + NAMES, index) * bytes,
+               side + names_bytes(unweighing->exact) + index * bytes, bytes);
+    }
+}
+
+enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+    enum { TOGETHER = 4 }; /* vectors whose angles are made by one call */
+    float angles[TOGETHER * SS_HEAD_MAX];
+    struct ss_unweighing unweighing;
+    enum ss_result result = elements->vectors == 0 || symbols != NULL ? SS_OK : SS_BAD_ARGUMENT;
+
+    if (result == SS_OK) {
+        result = ss_unweighing_begin(&unweighing, elements, angles);
+    }
+    for (size_t vector = 0; result == SS_OK && vector < elements->vectors; vector += TOGETHER) {
+        const size_t left = elements->vectors - vector, count = left < TOGETHER ? left : TOGETHER;
+        ss_unweighing_turn(&unweighing, vector, count);
+        ss_unweighing_make(&unweighing, symbols + vector * elements->vector_length, vector, count, 0,
+                           elements->vector_length, streamed);
+    }
+    if (result == SS_OK) {
+        ss_unweighing_end(&unweighing);
+    }
+    return result;
 }
 
 enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,

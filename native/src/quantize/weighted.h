@@ -10,18 +10,27 @@
 
 #include "quantize/scalar.h"
 
-enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
+enum { SS_WEIGHTED_LIMIT = 127 };
+enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
 
-/* One row of a group's channels, and the rotation of one token. */
+/* Channels of one row of a group, and the rotation of vectors that follow each other. */
 struct ss_weighing {
     const float *steps;
-    const float *centres;
-    const float *cosines; /* 'pairs' of them, as of the sines */
-    const float *sines;
-    size_t length; /* channels */
-    size_t head;   /* channels of a head; 'length' is a multiple; without pairs all of them count as one */
-    size_t pairs;  /* pairs of channels that are rotated; 0: none */
+    const float *centres; /* of the first vector */
+    const float *angles;  /* of each vector: 'pairs' cosines, then as many sines */
+    size_t width;         /* channels of these, and symbols from one vector to the next */
+    size_t head;          /* channels of a head; 'width' is a multiple; without pairs all of them count as one */
+    size_t pairs;         /* pairs of channels that are rotated; 0: none */
+    size_t pitch;         /* bytes from one vector's elements to the next one's */
+    size_t vector;        /* number of the first one in its slice */
+    ptrdiff_t shift;      /* numbers from one vector's centres to those of the next; behind SS_SHIFTS it goes back */
 };
+
+/* ss_weighing_next() goes on to the next vector. */
+static inline void ss_weighing_next(struct ss_weighing *by) {
+    by->centres += ++by->vector % SS_SHIFTS != 0 ? by->shift : -(SS_SHIFTS - 1) * by->shift;
+    by->angles += 2 * by->pairs;
+}
 
 /*
  * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before
@@ -84,7 +93,7 @@ static inline int ss_number_symbol(const struct ss_weighing *by, float value, fl
         for (; pair < by->pairs; pair++) {                                                                             \
             const size_t at = head + pair, partner = at + by->pairs;                                                   \
             float first = ss_##dtype##_load(source, at), second = ss_##dtype##_load(source, partner);                  \
-            ss_rotate_back(by->cosines[pair], by->sines[pair], &first, &second);                                       \
+            ss_rotate_back(by->angles[pair], by->angles[by->pairs + pair], &first, &second);                                       \
             outside |= ss_number_symbol(by, first, most, symbols, at);                                                 \
             outside |= ss_number_symbol(by, second, most, symbols, partner);                                           \
         }                                                                                                              \
@@ -100,7 +109,7 @@ static inline int ss_number_symbol(const struct ss_weighing *by, float value, fl
         for (; pair < by->pairs; pair++) {                                                                             \
             const size_t at = head + pair, partner = at + by->pairs;                                                   \
             float first = ss_value(by, symbols, at), second = ss_value(by, symbols, partner);                          \
-            ss_rotate(by->cosines[pair], by->sines[pair], &first, &second);                                            \
+            ss_rotate(by->angles[pair], by->angles[by->pairs + pair], &first, &second);                                            \
             ss_##dtype##_round(target, at, first);                                                                     \
             ss_##dtype##_round(target, partner, second);                                                               \
         }                                                                                                              \
@@ -113,13 +122,13 @@ SS_WEIGHTED_FROM(float16, SS_MOST_FLOAT16)
 SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
 SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
-/* ss_angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
+/* angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \
-                                  float *restrict cosines, float *restrict sines) {                                    \
+                                  float *restrict made) {                                                              \
         for (size_t pair = 0; pair < pairs; pair++) {                                                                  \
-            cosines[pair] = fmaf(-first[pairs + pair], turn[pairs + pair], first[pair] * turn[pair]);                  \
-            sines[pair] = fmaf(first[pair], turn[pairs + pair], first[pairs + pair] * turn[pair]);                     \
+            made[pair] = fmaf(-first[pairs + pair], turn[pairs + pair], first[pair] * turn[pair]);                     \
+            made[pairs + pair] = fmaf(first[pair], turn[pairs + pair], first[pairs + pair] * turn[pair]);              \
         }                                                                                                              \
     }
 

@@ -489,11 +489,83 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
+/* ---- Decode to elements of 'weighted' ------------------------------------------------------------------------ */
+
+/* weighted_decode() is elements_decode() with tiles that are as wide as whole heads. */
+TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
+                                             const struct ss_unweighing *unweighing, size_t vector, uint32_t width,
+                                             struct states *given, struct shape shape) {
+    enum { SIZE = SS_KVRANS_WIDTH_MAX * SS_KVRANS_ROWS_MAX };
+    _Alignas(64) uint8_t tile[SIZE], lines[SIZE];
+    const uint32_t rows_each = SS_KVRANS_ROWS_MAX / width;
+    const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
+    uintptr_t next = (uintptr_t)block->next;
+    struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
+    struct states states = *given;
+
+    for (uint32_t first = 0; first < block->columns; first += width) {
+        for (uint32_t column = 0; column < width; column++) {
+            input_ready(&input);
+            coded_prefetch(input.next);
+            next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
+            column_decode(block, first + column, &states, shape, &input.next,
+                          tile + (size_t)column * SS_KVRANS_ROWS_MAX);
+            if (input.next > input.end) {
+                return SS_BAD_DATA;
+            }
+            if (first > 0) {
+                ss_unweighing_make(unweighing, lines + (size_t)rows_each * column * width, vector + rows_each * column,
+                                   rows_each, first - width, width, 1);
+            }
+        }
+        for (size_t part = 0; part < width; part += TILE_COLUMNS) {
+            for (size_t row = 0; row < SS_KVRANS_ROWS_MAX; row += GROUP) {
+                tile_store(tile + part * SS_KVRANS_ROWS_MAX + row, lines + row * width + part, width, GROUP,
+                           TILE_COLUMNS);
+            }
+        }
+    }
+    ss_unweighing_make(unweighing, lines, vector, SS_KVRANS_ROWS_MAX, block->columns - width, width, 1);
+    *given = states;
+    return input.next == input.end ? SS_OK : SS_BAD_DATA;
+}
+
+#define WEIGHTED_DECODE(name, lane_groups, shift, range)                                                               \
+    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_unweighing *unweighing,     \
+                                      size_t vector, uint32_t width, struct states *states) {                          \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0};                                          \
+        return weighted_decode(block, unweighing, vector, width, states, shape);                                       \
+    }
+
+WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1)
+WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1)
+WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1)
+WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0)
+WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0)
+WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0)
+
+TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block,
+                                             const struct ss_unweighing *unweighing, size_t vector, uint32_t width) {
+    const int range = is_range(block);
+    struct states states = states_load(block);
+    enum ss_result result;
+
+    if (block->lanes == 256) {
+        result = (range ? weighted_decode_256 : weighted_decode_256_low)(block, unweighing, vector, width, &states);
+    } else if (block->lanes == 128) {
+        result = (range ? weighted_decode_128 : weighted_decode_128_low)(block, unweighing, vector, width, &states);
+    } else {
+        result = (range ? weighted_decode_64 : weighted_decode_64_low)(block, unweighing, vector, width, &states);
+    }
+    return states_ended(block, &states) ? result : SS_BAD_DATA;
+}
+
 const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
     .name = "own, avx512",
     .decode = decode,
     .decode_elements = decode_elements,
     .decode_planes = decode_planes,
+    .decode_weighted = decode_weighted,
     .transpose = ss_kvrans_transpose_avx512,
     .present = ss_kvrans_present_avx512,
     .map = ss_kvrans_map_avx512,

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "cpu/cpu.h"
+#include "quantize/quantize.h"
 #include "shadowserve.h"
 
 enum {
@@ -24,6 +25,7 @@ enum {
     SS_KVRANS_LANES_MAX = 256,
     SS_KVRANS_INDEX_MAX = 64, /* symbols of a block's alphabet */
     SS_KVRANS_TABLES_MAX = 16,
+    SS_KVRANS_WIDTH_MAX = 128, /* columns of a head that decode_weighted() takes */
     SS_KVRANS_SHIFT_MAX = 3,
     SS_KVRANS_PART_ENOUGH = 320, /* columns by which the encoder finds which kinds there are */
     SS_KVRANS_PART_MAX = 2 * SS_KVRANS_PART_ENOUGH,
@@ -174,6 +176,14 @@ struct ss_kvrans_kernels {
      */
     enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                     uint8_t *target);
+
+    /*
+     * decode_weighted() is decode() and then ss_unweighing_make() of the block's rows, the first of which is 'vector' of
+     * the slice, 'width' columns at a time. For blocks of ss_kvrans_elements_fit() only. NULL where it would gain
+     * nothing. The caller orders its stores.
+     */
+    enum ss_result (*decode_weighted)(const struct ss_kvrans_block *block, const struct ss_unweighing *unweighing,
+                                      size_t vector, uint32_t width);
 
     /* transpose() fills 'cells' from rows * columns bytes at 'source' and finds their extremes. */
     void (*transpose)(const struct ss_kvrans_plan *plan, const uint8_t *source, struct ss_kvrans_extremes *extremes);
