@@ -44,11 +44,12 @@ struct ss_quantize_kernels {
     void (*planes_merge_streamed[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
     /*
      * 'weighted', see weighted.h: weigh() makes the symbols of a vector, and returns whether an element has none;
-     * unweigh() makes elements, past the caches if 'streamed' and their places allow it.
+     * unweigh() makes elements of 'count' vectors from 'vector' on, past the caches if 'streamed' and their places
+     * allow it. It reads nothing that was just written: memory's queue of streamed elements would have to end before.
      */
     int (*weigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const void *source, int8_t *symbols);
-    void (*unweigh[SS_DTYPE_COUNT])(struct ss_weighing by, const int8_t *symbols, size_t vectors, uint8_t *target,
-                                    int streamed);
+    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *slice, const int8_t *symbols, size_t vector, size_t count,
+                                    uint8_t *target, int streamed);
     void (*angles)(const float *first, const float *turn, size_t pairs, float *made);
 };
 
@@ -121,7 +122,7 @@ struct ss_unweighing {
     size_t exact;             /* vectors that are stored as they are */
     size_t pairs;             /* rotated ones of each head */
     size_t turned;            /* vector that 'angles' begin with */
-    float *angles;            /* the caller's: room for 2 * 'pairs' numbers of each vector of a call */
+    float *angles;            /* the caller's: room for 2 * 'pairs' numbers of each vector between two turns */
     float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
 };
 
@@ -131,12 +132,9 @@ enum ss_result ss_unweighing_begin(struct ss_unweighing *unweighing, const struc
 /* ss_unweighing_turn() makes the angles of 'count' vectors from 'vector' on, which are then to be made. */
 void ss_unweighing_turn(struct ss_unweighing *unweighing, size_t vector, size_t count);
 
-/*
- * ss_unweighing_make() makes elements of 'count' vectors from 'vector' on: of each, 'width' channels from 'channel' on,
- * whole heads. 'streamed': past the caches.
- */
+/* ss_unweighing_make() makes elements of 'count' vectors from 'vector' on. 'streamed': past the caches. */
 void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
-                        size_t channel, size_t width, int streamed);
+                        int streamed);
 
 /* ss_unweighing_end() copies the exact vectors, once streamed elements are ordered. */
 void ss_unweighing_end(const struct ss_unweighing *unweighing);

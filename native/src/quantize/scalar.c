@@ -45,10 +45,11 @@ PLANES(32)
         return outside;                                                                                                \
     }                                                                                                                  \
                                                                                                                        \
-    static void unweigh_##dtype(struct ss_weighing by, const int8_t *symbols, size_t vectors, uint8_t *target,         \
-                                int streamed) {                                                                        \
+    static void unweigh_##dtype(const struct ss_weighing *slice, const int8_t *symbols, size_t vector, size_t count,   \
+                                uint8_t *target, int streamed) {                                                       \
         (void)streamed;                                                                                                \
-        for (; vectors > 0; vectors--, symbols += by.width, target += by.pitch, ss_weighing_next(&by)) {               \
+        for (; count > 0; count--, symbols += slice->width, target += slice->pitch) {                                  \
+            const struct ss_weighing by = ss_weighing_at(slice, vector++);                                             \
             for (size_t head = 0; head < by.width; head += by.head) {                                                  \
                 ss_unweigh_##dtype##_from(&by, head, 0, 2 * by.pairs, symbols, target);                                \
             }                                                                                                          \

@@ -58,19 +58,18 @@ static void first_angles(const struct ss_channels *channels, size_t pairs, uint3
     }
 }
 
-/* weighing_of() describes 'width' channels of a row from 'channel' on, and the vectors from 'vector' on. */
-static struct ss_weighing weighing_of(const struct ss_channels *channels, uint32_t row, size_t vector, size_t channel,
-                                      size_t width, const float *angles) {
+/* weighing_of() describes 'width' channels of a row from 'channel' on, with the angles of vectors from 'turned' on. */
+static struct ss_weighing weighing_of(const struct ss_channels *channels, uint32_t row, size_t channel, size_t width,
+                                      const float *angles, size_t turned) {
     const size_t begin = (size_t)row * channels->vector_length + channel, pairs = pairs_of(channels, row);
-    const size_t shift = (size_t)channels->rows * channels->vector_length;
     const struct ss_weighing by = {.steps = channels->steps + begin,
-                                   .centres = channels->centres + vector % SS_SHIFTS * shift + begin,
+                                   .centres = channels->centres + begin,
                                    .angles = angles,
                                    .width = width,
                                    .head = pairs != 0 ? channels->head_length : width,
                                    .pairs = pairs,
-                                   .vector = vector,
-                                   .shift = (ptrdiff_t)shift};
+                                   .shift = (size_t)channels->rows * channels->vector_length,
+                                   .turned = turned};
     return by;
 }
 
@@ -89,7 +88,8 @@ enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channel
     }
     first_angles(channels, pairs_of(channels, row), position, first);
     for (size_t vector = 0; vector < vectors; vector++) {
-        const struct ss_weighing by = weighing_of(channels, row, vector, 0, length, angles);
+        const struct ss_weighing slice = weighing_of(channels, row, 0, length, angles, vector);
+        const struct ss_weighing by = ss_weighing_at(&slice, vector);
         const uint8_t *elements = (const uint8_t *)source + vector * bytes;
         int8_t *its = (int8_t *)symbols + vector * length;
         if (by.pairs != 0) {
@@ -162,17 +162,22 @@ void ss_unweighing_turn(struct ss_unweighing *unweighing, size_t vector, size_t 
     }
 }
 
-void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
-                        size_t channel, size_t width, int streamed) {
+struct ss_weighing ss_unweighing_of(const struct ss_unweighing *unweighing, size_t channel, size_t width) {
     const struct ss_elements *const elements = unweighing->elements;
-    const size_t size = ss_dtype_size(elements->dtype);
-    const float *angles = unweighing->angles + 2 * unweighing->pairs * (vector - unweighing->turned);
-    struct ss_weighing by = weighing_of(elements->channels, elements->row, vector, channel, width, angles);
+    struct ss_weighing slice =
+        weighing_of(elements->channels, elements->row, channel, width, unweighing->angles, unweighing->turned);
 
-    by.pitch = elements->vector_length * size;
-    unweighing->kernels->unweigh[elements->dtype](by, (const int8_t *)symbols, count,
-                                                  (uint8_t *)elements->target + vector * by.pitch + channel * size,
-                                                  streamed);
+    slice.pitch = elements->vector_length * ss_dtype_size(elements->dtype);
+    return slice;
+}
+
+void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
+                        int streamed) {
+    const struct ss_elements *const elements = unweighing->elements;
+    const struct ss_weighing slice = ss_unweighing_of(unweighing, 0, elements->vector_length);
+
+    unweighing->kernels->unweigh[elements->dtype](&slice, (const int8_t *)symbols, vector, count,
+                                                  (uint8_t *)elements->target + vector * slice.pitch, streamed);
 }
 
 void ss_unweighing_end(const struct ss_unweighing *unweighing) {
@@ -199,8 +204,7 @@ enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uin
     for (size_t vector = 0; result == SS_OK && vector < elements->vectors; vector += TOGETHER) {
         const size_t left = elements->vectors - vector, count = left < TOGETHER ? left : TOGETHER;
         ss_unweighing_turn(&unweighing, vector, count);
-        ss_unweighing_make(&unweighing, symbols + vector * elements->vector_length, vector, count, 0,
-                           elements->vector_length, streamed);
+        ss_unweighing_make(&unweighing, symbols + vector * elements->vector_length, vector, count, streamed);
     }
     if (result == SS_OK) {
         ss_unweighing_end(&unweighing);

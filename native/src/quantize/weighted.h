@@ -13,24 +13,30 @@
 enum { SS_WEIGHTED_LIMIT = 127 };
 enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
 
-/* Channels of one row of a group, and the rotation of vectors that follow each other. */
+/* Channels of one row of a group, and the rotation of a slice's vectors. */
 struct ss_weighing {
     const float *steps;
-    const float *centres; /* of the first vector */
-    const float *angles;  /* of each vector: 'pairs' cosines, then as many sines */
+    const float *centres; /* of the slice's first vector */
+    const float *angles;  /* of each vector from 'turned' on: 'pairs' cosines, then as many sines */
     size_t width;         /* channels of these, and symbols from one vector to the next */
     size_t head;          /* channels of a head; 'width' is a multiple; without pairs all of them count as one */
     size_t pairs;         /* pairs of channels that are rotated; 0: none */
     size_t pitch;         /* bytes from one vector's elements to the next one's */
-    size_t vector;        /* number of the first one in its slice */
-    ptrdiff_t shift;      /* numbers from one vector's centres to those of the next; behind SS_SHIFTS it goes back */
+    size_t shift;         /* numbers from one vector's centres to those of the next */
+    size_t turned;
 };
 
-/* ss_weighing_next() goes on to the next vector. */
-static inline void ss_weighing_next(struct ss_weighing *by) {
-    by->centres += ++by->vector % SS_SHIFTS != 0 ? by->shift : -(SS_SHIFTS - 1) * by->shift;
-    by->angles += 2 * by->pairs;
+/* ss_weighing_at() describes one vector of a slice, as if it were the first. */
+static inline struct ss_weighing ss_weighing_at(const struct ss_weighing *slice, size_t vector) {
+    struct ss_weighing by = *slice;
+
+    by.centres += vector % SS_SHIFTS * by.shift;
+    by.angles += 2 * by.pairs * (vector - by.turned);
+    return by;
 }
+
+/* ss_unweighing_of() describes 'width' channels of a slice from 'channel' on, whole heads. */
+struct ss_weighing ss_unweighing_of(const struct ss_unweighing *unweighing, size_t channel, size_t width);
 
 /*
  * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before

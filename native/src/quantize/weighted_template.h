@@ -71,16 +71,18 @@ TARGET_INLINE NUMBERS numbers_at(const struct ss_weighing *by, const int8_t *sym
             round_##dtype(target + (size)*at, numbers_at(by, symbols, at), streamed);                                  \
         }                                                                                                              \
         if (pair < pairs || channel < length) {                                                                        \
-            unweigh_##dtype##_rest(by, head, pair, channel, symbols, target);                                          \
+            const struct ss_weighing copy = *by; /* its own stays in registers */                                      \
+            unweigh_##dtype##_rest(&copy, head, pair, channel, symbols, target);                                       \
         }                                                                                                              \
     }                                                                                                                  \
                                                                                                                        \
-    TARGET static void unweigh_##dtype(struct ss_weighing by, const int8_t *symbols, size_t vectors, uint8_t *target,  \
-                                       int streamed) {                                                                 \
-        const size_t places = (uintptr_t)target | by.pitch | (size)*by.head | (size)*by.pairs;                         \
+    TARGET static void unweigh_##dtype(const struct ss_weighing *slice, const int8_t *symbols, size_t vector,          \
+                                       size_t count, uint8_t *target, int streamed) {                                  \
+        const size_t places = (uintptr_t)target | slice->pitch | (size)*slice->head | (size)*slice->pairs;             \
         const int past = streamed && places % (16 * (size)) == 0;                                                      \
                                                                                                                        \
-        for (; vectors > 0; vectors--, symbols += by.width, target += by.pitch, ss_weighing_next(&by)) {               \
+        for (; count > 0; count--, symbols += slice->width, target += slice->pitch) {                                  \
+            const struct ss_weighing by = ss_weighing_at(slice, vector++);                                             \
             for (size_t head = 0; head < by.width; head += by.head) {                                                  \
                 if (past && by.head == 128 && by.pairs == 64) {                                                        \
                     unweigh_##dtype##_head(&by, head, 128, 64, symbols, target, 1);                                    \

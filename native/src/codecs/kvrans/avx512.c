@@ -15,6 +15,7 @@
 
 #include "codecs/kvrans/avx512.h"
 #include "quantize/avx512.h"
+#include "quantize/weighted.h"
 
 /* ---- Transposition ------------------------------------------------------------------------------------------- */
 
@@ -499,11 +500,18 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
     _Alignas(64) uint8_t tile[SIZE], lines[SIZE];
     const uint32_t rows_each = SS_KVRANS_ROWS_MAX / width;
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
+    const struct ss_elements *const elements = unweighing->elements;
+    const size_t pitch = block->columns * ss_dtype_size(elements->dtype), tile_pitch = pitch / block->columns * width;
+    uint8_t *target = (uint8_t *)elements->target + vector * pitch;
+    void (*const unweigh)(const struct ss_weighing *, const int8_t *, size_t, size_t, uint8_t *, int) =
+        unweighing->kernels->unweigh[elements->dtype];
+    struct ss_weighing by[2]; /* of the tile that is written, and of the next one */
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
 
     for (uint32_t first = 0; first < block->columns; first += width) {
+        by[first / width % 2] = ss_unweighing_of(unweighing, first, width);
         for (uint32_t column = 0; column < width; column++) {
             input_ready(&input);
             coded_prefetch(input.next);
@@ -514,8 +522,9 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
                 return SS_BAD_DATA;
             }
             if (first > 0) {
-                ss_unweighing_make(unweighing, lines + (size_t)rows_each * column * width, vector + rows_each * column,
-                                   rows_each, first - width, width, 1);
+                const size_t row = rows_each * column;
+                unweigh(&by[1 - first / width % 2], (const int8_t *)lines + row * width, vector + row, rows_each,
+                        target + row * pitch - tile_pitch, 1);
             }
         }
         for (size_t part = 0; part < width; part += TILE_COLUMNS) {
@@ -524,8 +533,9 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
                            TILE_COLUMNS);
             }
         }
+        target += tile_pitch;
     }
-    ss_unweighing_make(unweighing, lines, vector, SS_KVRANS_ROWS_MAX, block->columns - width, width, 1);
+    unweigh(&by[1 - block->columns / width % 2], (const int8_t *)lines, vector, SS_KVRANS_ROWS_MAX, target - tile_pitch, 1);
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }

@@ -500,7 +500,7 @@ static enum ss_result weighted_elements(struct reader *reader, struct ss_kvrans_
             result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &unweighing, row, width);
         } else {
             result = block_decode(&block, stored, symbols);
-            ss_unweighing_make(&unweighing, symbols, row, block.rows, 0, columns, 1);
+            ss_unweighing_make(&unweighing, symbols, row, block.rows, 1);
         }
     }
     if (result == SS_OK && reader->next != reader->end) {
