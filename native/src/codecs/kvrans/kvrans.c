@@ -23,7 +23,7 @@ struct ss_kvrans_decoder {
     struct ss_kvrans_elements elements;
     float scales[SS_KVRANS_ROWS_MAX];            /* one for each row of a block */
     uint8_t column_table[SS_KVRANS_ROW_MAX + 8]; /* unpacked eight at a time */
-    float angles[SS_KVRANS_ROWS_MAX * SS_KVRANS_WIDTH_MAX];
+    _Alignas(64) float angles[SS_KVRANS_ROWS_MAX * SS_KVRANS_WIDTH_MAX];
 };
 
 static const char *implementation(void) {
@@ -474,10 +474,14 @@ static enum ss_result planes_elements(const struct reader *reader, struct ss_kvr
 /* width_of() returns how many columns are whole heads and lines of memory, or 0 where no kernel takes such elements. */
 static uint32_t width_of(const struct ss_elements *elements) {
     const struct ss_channels *channels = elements->channels;
-    const uint32_t head = channels->pairs != 0 && elements->row % channels->kinds == 0 ? channels->head_length : 1;
-    const uint32_t width = SS_KVRANS_GROUP % head == 0 ? SS_KVRANS_GROUP : head;
+    const uint32_t pairs = elements->row % channels->kinds == 0 ? channels->pairs : 0;
+    const uint32_t width = pairs != 0 ? channels->head_length : SS_KVRANS_GROUP;
 
-    return width == SS_KVRANS_GROUP || width == SS_KVRANS_WIDTH_MAX ? width : 0;
+    if (ss_dtype_size(elements->dtype) != 2 || (width != SS_KVRANS_GROUP && width != SS_KVRANS_WIDTH_MAX) ||
+        (pairs != 0 && 2 * pairs != width)) {
+        return 0;
+    }
+    return width;
 }
 
 /* weighted_elements() makes elements block by block. */
