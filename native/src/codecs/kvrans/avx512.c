@@ -449,7 +449,9 @@ ELEMENTS_DECODE(elements_decode_256_low, 4, 1, 0, 1)
 ELEMENTS_DECODE(planes_decode_64, 1, 0, 1, 0)
 ELEMENTS_DECODE(planes_decode_128, 2, 0, 1, 0)
 ELEMENTS_DECODE(planes_decode_256, 4, 0, 1, 0)
-ELEMENTS_DECODE(planes_decode_low, block->lanes / GROUP, block->shift, 0, 0)
+ELEMENTS_DECODE(planes_decode_64_low, 1, block->shift, 0, 0)
+ELEMENTS_DECODE(planes_decode_128_low, 2, block->shift, 0, 0)
+ELEMENTS_DECODE(planes_decode_256_low, 4, block->shift, 0, 0)
 
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
@@ -477,15 +479,16 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
                                            uint8_t *target) {
     const struct ss_kvrans_making making = {
         .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
+    const int range = is_range(block);
     struct states states = states_load(block);
     enum ss_result result;
 
-    if (!is_range(block)) {
-        result = planes_decode_low(block, &making, &states);
-    } else if (block->lanes == 256) {
-        result = planes_decode_256(block, &making, &states);
+    if (block->lanes == 256) {
+        result = (range ? planes_decode_256 : planes_decode_256_low)(block, &making, &states);
+    } else if (block->lanes == 128) {
+        result = (range ? planes_decode_128 : planes_decode_128_low)(block, &making, &states);
     } else {
-        result = (block->lanes == 128 ? planes_decode_128 : planes_decode_64)(block, &making, &states);
+        result = (range ? planes_decode_64 : planes_decode_64_low)(block, &making, &states);
     }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
