@@ -137,6 +137,8 @@ def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
 
 def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | None) -> _Subject:
     runs = {"encode": slices.encode(), "decode": slices.decompress(), "to_bf16": slices.decode()}
+    if label == "kvrans":
+        runs["symbols"] = slices.decompress(cached=True)
     runs = {what: dataclasses.replace(run, isa=isa) for what, run in runs.items()}
     name = isa.name.lower() if isa is not None else ""
     return _Subject(label, name, slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
@@ -286,7 +288,7 @@ def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -
 def _near_lossless(report: Report, layers: int, size: int, repeats: int) -> None:
     """Add keys and values of ``near_lossless``, with kvrans in every instruction set, and the speeds that they reach.
 
-    Their limits are the speeds at which kvrans decodes symbols alone.
+    Their limits are the speeds at which kvrans decodes symbols alone, into a cache.
     """
     tokens = DEFAULT_CHUNK_TOKENS
     slices = made_up_slices(layers, 1024, 2 * tokens)
@@ -300,7 +302,7 @@ def _near_lossless(report: Report, layers: int, size: int, repeats: int) -> None
         name = f"near_lossless_{what}"
         for subject in subjects:
             goal = {"avx512": "at least 8", "avx2": "at least 3.5"}.get(subject.isa, "none")
-            limits = [2 * speed for speed in subject.speeds["decode"]]
+            limits = [2 * speed for speed in subject.speeds["symbols"]]
             report.ratio(f"{name}_{subject.isa}_GB_per_s", subject.speeds["to_bf16"], goal, limits)
         encode = Slices(treated, native.Codec.KVRANS).weigh_and_encode(elements)
         [speeds] = speeds_in_turns([encode], repeats)
@@ -308,9 +310,9 @@ def _near_lossless(report: Report, layers: int, size: int, repeats: int) -> None
 
 
 def _narrow(report: Report, name: str, found: _Subjects) -> None:
-    """Compare kvrans with memcpy for vectors of one KV head; the limit is that of decoding symbols alone."""
+    """Compare kvrans with memcpy for vectors of one KV head; the limit is decoding symbols into a cache."""
     if best := _best(found):
-        limits = over(found[best].speeds["decode"], found["memcpy"].speeds["to_bf16"])
+        limits = over(found[best].speeds["symbols"], found["memcpy"].speeds["to_bf16"])
         report.ratio(f"{name}_over_memcpy", _pairs(found, best, "memcpy"), "at least 0.8; one KV head", limits)
 
 

@@ -42,15 +42,10 @@ struct ss_quantize_kernels {
     void (*planes_split[SS_DTYPE_COUNT])(const void *source, size_t count, uint8_t *planes, size_t stride);
     void (*planes_merge[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
     void (*planes_merge_streamed[SS_DTYPE_COUNT])(const uint8_t *planes, size_t stride, size_t count, void *target);
-    /*
-     * 'weighted', see weighted.h: weigh() makes the symbols of a vector, and returns whether an element has none;
-     * unweigh() makes elements of 'count' vectors from 'vector' on, past the caches if 'streamed' and their places
-     * allow it. It reads nothing that was just written: memory's queue of streamed elements would have to end before.
-     */
+    /* 'weighted', one vector; see weighted.h */
     int (*weigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const void *source, int8_t *symbols);
-    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *slice, const int8_t *symbols, size_t vector, size_t count,
-                                    uint8_t *target, int streamed);
-    void (*angles)(const float *first, const float *turn, size_t pairs, float *made);
+    void (*unweigh[SS_DTYPE_COUNT])(const struct ss_weighing *by, const int8_t *symbols, void *target, int streamed);
+    void (*angles)(const float *first, const float *turn, size_t pairs, float *cosines, float *sines);
 };
 
 /* ss_quantize_kernels_active() returns the kernels of the variant in use. */
@@ -112,32 +107,6 @@ extern const struct ss_quantize_kernels ss_quantize_kernels_neon;
  */
 enum ss_result ss_dequantize_streamed(enum ss_quantizer quantizer, enum ss_dtype dtype, const uint8_t *symbols,
                                       const void *scales, size_t vectors, size_t vector_length, void *target);
-
-enum { SS_HEAD_MAX = 1024 };
-
-/* Elements of a slice of 'weighted', made of its symbols some vectors and channels at a time. */
-struct ss_unweighing {
-    const struct ss_quantize_kernels *kernels;
-    const struct ss_elements *elements;
-    size_t exact;             /* vectors that are stored as they are */
-    size_t pairs;             /* rotated ones of each head */
-    size_t turned;            /* vector that 'angles' begin with */
-    float *angles;            /* the caller's: room for 2 * 'pairs' numbers of each vector between two turns */
-    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
-};
-
-/* ss_unweighing_begin() fails as ss_dequantize_weighted() does; 'elements' are referred to from then on. */
-enum ss_result ss_unweighing_begin(struct ss_unweighing *unweighing, const struct ss_elements *elements, float *angles);
-
-/* ss_unweighing_turn() makes the angles of 'count' vectors from 'vector' on, which are then to be made. */
-void ss_unweighing_turn(struct ss_unweighing *unweighing, size_t vector, size_t count);
-
-/* ss_unweighing_make() makes elements of 'count' vectors from 'vector' on. 'streamed': past the caches. */
-void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
-                        int streamed);
-
-/* ss_unweighing_end() copies the exact vectors, once streamed elements are ordered. */
-void ss_unweighing_end(const struct ss_unweighing *unweighing);
 
 /* ss_elements_unweigh() is ss_dequantize_weighted(), 'streamed' or not, for sizes that are known to fit. */
 enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed);

@@ -39,20 +39,16 @@ PLANES(32)
 #define WEIGHTED(dtype)                                                                                                \
     static int weigh_##dtype(const struct ss_weighing *by, const void *source, int8_t *symbols) {                      \
         int outside = 0;                                                                                               \
-        for (size_t head = 0; head < by->width; head += by->head) {                                                   \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
             outside |= ss_weigh_##dtype##_from(by, head, 0, 2 * by->pairs, source, symbols);                           \
         }                                                                                                              \
         return outside;                                                                                                \
     }                                                                                                                  \
                                                                                                                        \
-    static void unweigh_##dtype(const struct ss_weighing *slice, const int8_t *symbols, size_t vector, size_t count,   \
-                                uint8_t *target, int streamed) {                                                       \
+    static void unweigh_##dtype(const struct ss_weighing *by, const int8_t *symbols, void *target, int streamed) {     \
         (void)streamed;                                                                                                \
-        for (; count > 0; count--, symbols += slice->width, target += slice->pitch) {                                  \
-            const struct ss_weighing by = ss_weighing_at(slice, vector++);                                             \
-            for (size_t head = 0; head < by.width; head += by.head) {                                                  \
-                ss_unweigh_##dtype##_from(&by, head, 0, 2 * by.pairs, symbols, target);                                \
-            }                                                                                                          \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
+            ss_unweigh_##dtype##_from(by, head, 0, 2 * by->pairs, symbols, target);                                    \
         }                                                                                                              \
     }
 

@@ -44,58 +44,55 @@ int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t v
            (channels->pairs == 0 || row % channels->kinds != 0 || vectors <= channels->tokens);
 }
 
-/* pairs_of() returns how many pairs of a head are rotated in a row of the group's channels. */
-static size_t pairs_of(const struct ss_channels *channels, uint32_t row) {
-    return row % channels->kinds == 0 ? channels->pairs : 0;
-}
+static void slice_begin(struct ss_weighted *slice, const struct ss_channels *channels, uint32_t row,
+                        uint32_t position) {
+    const size_t begin = (size_t)row * channels->vector_length;
 
-/* first_angles() makes the cosines, then the sines, of a token at 'position'. */
-static void first_angles(const struct ss_channels *channels, size_t pairs, uint32_t position, float *first) {
-    for (size_t pair = 0; pair < pairs; pair++) {
+    slice->kernels = ss_quantize_kernels_active();
+    slice->channels = channels;
+    slice->centres = channels->centres + begin;
+    slice->shift = (size_t)channels->rows * channels->vector_length;
+    slice->by = (struct ss_weighing){.steps = channels->steps + begin,
+                                     .cosines = slice->cosines,
+                                     .sines = slice->sines,
+                                     .length = channels->vector_length,
+                                     .pairs = row % channels->kinds == 0 ? channels->pairs : 0};
+    slice->by.head = slice->by.pairs != 0 ? channels->head_length : channels->vector_length;
+    for (size_t pair = 0; pair < slice->by.pairs; pair++) {
         double angle = channels->frequencies[pair] * (double)position;
-        first[pair] = (float)cos(angle);
-        first[pairs + pair] = (float)sin(angle);
+        slice->first[pair] = (float)cos(angle);
+        slice->first[slice->by.pairs + pair] = (float)sin(angle);
     }
 }
 
-/* weighing_of() describes 'width' channels of a row from 'channel' on, with the angles of vectors from 'turned' on. */
-static struct ss_weighing weighing_of(const struct ss_channels *channels, uint32_t row, size_t channel, size_t width,
-                                      const float *angles, size_t turned) {
-    const size_t begin = (size_t)row * channels->vector_length + channel, pairs = pairs_of(channels, row);
-    const struct ss_weighing by = {.steps = channels->steps + begin,
-                                   .centres = channels->centres + begin,
-                                   .angles = angles,
-                                   .width = width,
-                                   .head = pairs != 0 ? channels->head_length : width,
-                                   .pairs = pairs,
-                                   .shift = (size_t)channels->rows * channels->vector_length,
-                                   .turned = turned};
-    return by;
+static void slice_at(struct ss_weighted *slice, size_t vector) {
+    const size_t pairs = slice->by.pairs;
+
+    slice->by.centres = slice->centres + vector % SS_SHIFTS * slice->shift;
+    if (pairs != 0) {
+        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, slice->cosines,
+                               slice->sines);
+    }
 }
 
 enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,
                                     uint32_t position, const void *source, size_t vectors, uint8_t *symbols,
                                     void *exact, size_t *exact_length) {
     const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
-    const struct ss_quantize_kernels *kernels = ss_quantize_kernels_active();
-    float first[SS_HEAD_MAX], angles[SS_HEAD_MAX];
     uint8_t *const side = exact;
     uint32_t count = 0;
+    struct ss_weighted slice;
 
     if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
         exact_length == NULL || (vectors != 0 && (source == NULL || symbols == NULL))) {
         return SS_BAD_ARGUMENT;
     }
-    first_angles(channels, pairs_of(channels, row), position, first);
+    slice_begin(&slice, channels, row, position);
     for (size_t vector = 0; vector < vectors; vector++) {
-        const struct ss_weighing slice = weighing_of(channels, row, 0, length, angles, vector);
-        const struct ss_weighing by = ss_weighing_at(&slice, vector);
         const uint8_t *elements = (const uint8_t *)source + vector * bytes;
         int8_t *its = (int8_t *)symbols + vector * length;
-        if (by.pairs != 0) {
-            kernels->angles(first, channels->turns + 2 * by.pairs * vector, by.pairs, angles);
-        }
-        if (kernels->weigh[dtype](&by, elements, its) != 0 || position + vector < SINKS) {
+        slice_at(&slice, vector);
+        if (slice.kernels->weigh[dtype](&slice.by, elements, its) != 0 || position + vector < SINKS) {
             memset(its, 0, length);
             ss_store16(side + NAMES, count++, (uint16_t)vector);
         }
@@ -130,84 +127,65 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
     return count;
 }
 
-enum ss_result ss_unweighing_begin(struct ss_unweighing *unweighing, const struct ss_elements *elements, float *angles) {
+enum ss_result ss_unweigh_begin(struct ss_weighted *slice, const struct ss_elements *elements) {
     const struct ss_channels *const channels = elements->channels;
-    const size_t bytes = elements->vector_length * ss_dtype_size(elements->dtype);
+    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
+    const uint8_t *const side = elements->scales;
 
-    if (!ss_channels_fit(channels, elements->dtype, elements->vector_length) ||
-        !ss_channels_cover(channels, elements->row, elements->vectors) || elements->scales == NULL ||
+    if (!ss_channels_fit(channels, elements->dtype, length) ||
+        !ss_channels_cover(channels, elements->row, elements->vectors) || side == NULL ||
         (elements->vectors != 0 && elements->target == NULL)) {
         return SS_BAD_ARGUMENT;
     }
-    unweighing->kernels = ss_quantize_kernels_active();
-    unweighing->elements = elements;
-    unweighing->angles = angles;
-    unweighing->exact = exact_count(elements->scales, elements->scales_length, elements->vectors, bytes);
-    if (unweighing->exact > elements->vectors) {
+    slice->exact = exact_count(side, elements->scales_length, elements->vectors, bytes);
+    if (slice->exact > elements->vectors) {
         return SS_BAD_DATA;
     }
-    unweighing->pairs = pairs_of(channels, elements->row);
-    first_angles(channels, unweighing->pairs, ss_load32(elements->scales, 0), unweighing->first);
+    slice_begin(slice, channels, elements->row, ss_load32(side, 0));
     return SS_OK;
 }
 
-void ss_unweighing_turn(struct ss_unweighing *unweighing, size_t vector, size_t count) {
-    const size_t pairs = unweighing->pairs;
-    const float *turns = unweighing->elements->channels->turns;
+void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, const uint8_t *symbols, size_t vector,
+                size_t count, int streamed) {
+    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
 
-    unweighing->turned = vector;
-    for (size_t index = 0; pairs != 0 && index < count; index++) {
-        unweighing->kernels->angles(unweighing->first, turns + 2 * pairs * (vector + index), pairs,
-                                    unweighing->angles + 2 * pairs * index);
+    for (; count > 0; count--, vector++, symbols += length) {
+        slice_at(slice, vector);
+        slice->kernels->unweigh[elements->dtype](&slice->by, (const int8_t *)symbols,
+                                                 (uint8_t *)elements->target + vector * bytes, streamed);
     }
 }
 
-struct ss_weighing ss_unweighing_of(const struct ss_unweighing *unweighing, size_t channel, size_t width) {
-    const struct ss_elements *const elements = unweighing->elements;
-    struct ss_weighing slice =
-        weighing_of(elements->channels, elements->row, channel, width, unweighing->angles, unweighing->turned);
-
-    slice.pitch = elements->vector_length * ss_dtype_size(elements->dtype);
-    return slice;
-}
-
-void ss_unweighing_make(const struct ss_unweighing *unweighing, const uint8_t *symbols, size_t vector, size_t count,
-                        int streamed) {
-    const struct ss_elements *const elements = unweighing->elements;
-    const struct ss_weighing slice = ss_unweighing_of(unweighing, 0, elements->vector_length);
-
-    unweighing->kernels->unweigh[elements->dtype](&slice, (const int8_t *)symbols, vector, count,
-                                                  (uint8_t *)elements->target + vector * slice.pitch, streamed);
-}
-
-void ss_unweighing_end(const struct ss_unweighing *unweighing) {
-    const struct ss_elements *const elements = unweighing->elements;
+void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *elements) {
     const size_t bytes = elements->vector_length * ss_dtype_size(elements->dtype);
     const uint8_t *const side = elements->scales;
 
     ss_streams_order();
-    for (size_t index = 0; index < unweighing->exact; index++) {
+    for (size_t index = 0; index < slice->exact; index++) {
         memcpy((uint8_t *)elements->target + ss_load16(side + NAMES, index) * bytes,
-               side + names_bytes(unweighing->exact) + index * bytes, bytes);
+               side + names_bytes(slice->exact) + index * bytes, bytes);
+    }
+}
+
+void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles) {
+    const size_t pairs = slice->by.pairs;
+
+    for (; pairs != 0 && count > 0; count--, vector++, angles += 2 * pairs) {
+        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, angles,
+                               angles + pairs);
     }
 }
 
 enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
-    enum { TOGETHER = 4 }; /* vectors whose angles are made by one call */
-    float angles[TOGETHER * SS_HEAD_MAX];
-    struct ss_unweighing unweighing;
-    enum ss_result result = elements->vectors == 0 || symbols != NULL ? SS_OK : SS_BAD_ARGUMENT;
+    struct ss_weighted slice;
+    enum ss_result result = elements->vectors != 0 && symbols == NULL ? SS_BAD_ARGUMENT : SS_OK;
 
     if (result == SS_OK) {
-        result = ss_unweighing_begin(&unweighing, elements, angles);
-    }
-    for (size_t vector = 0; result == SS_OK && vector < elements->vectors; vector += TOGETHER) {
-        const size_t left = elements->vectors - vector, count = left < TOGETHER ? left : TOGETHER;
-        ss_unweighing_turn(&unweighing, vector, count);
-        ss_unweighing_make(&unweighing, symbols + vector * elements->vector_length, vector, count, streamed);
+        result = ss_unweigh_begin(&slice, elements);
     }
     if (result == SS_OK) {
-        ss_unweighing_end(&unweighing);
+        ss_unweigh(&slice, elements, symbols, 0, elements->vectors, streamed);
+        ss_unweigh_end(&slice, elements);
     }
     return result;
 }

@@ -10,33 +10,44 @@
 
 #include "quantize/scalar.h"
 
-enum { SS_WEIGHTED_LIMIT = 127 };
+enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
 enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
 
-/* Channels of one row of a group, and the rotation of a slice's vectors. */
+/* One row of a group's channels, and the rotation of one token. */
 struct ss_weighing {
     const float *steps;
-    const float *centres; /* of the slice's first vector */
-    const float *angles;  /* of each vector from 'turned' on: 'pairs' cosines, then as many sines */
-    size_t width;         /* channels of these, and symbols from one vector to the next */
-    size_t head;          /* channels of a head; 'width' is a multiple; without pairs all of them count as one */
-    size_t pairs;         /* pairs of channels that are rotated; 0: none */
-    size_t pitch;         /* bytes from one vector's elements to the next one's */
-    size_t shift;         /* numbers from one vector's centres to those of the next */
-    size_t turned;
+    const float *centres;
+    const float *cosines; /* 'pairs' of them, as of the sines */
+    const float *sines;
+    size_t length; /* channels */
+    size_t head;   /* channels of a head; 'length' is a multiple; without pairs all of them count as one */
+    size_t pairs;  /* pairs of channels that are rotated; 0: none */
 };
 
-/* ss_weighing_at() describes one vector of a slice, as if it were the first. */
-static inline struct ss_weighing ss_weighing_at(const struct ss_weighing *slice, size_t vector) {
-    struct ss_weighing by = *slice;
+/* What the vectors of a slice have in common, and the angles of the current one. */
+struct ss_weighted {
+    const struct ss_quantize_kernels *kernels;
+    const struct ss_channels *channels;
+    const float *centres; /* of the row, for the slice's first vector */
+    size_t shift;         /* numbers from there to those of the next vector */
+    struct ss_weighing by;
+    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
+    float cosines[SS_HEAD_MAX / 2];
+    float sines[SS_HEAD_MAX / 2];
+    size_t exact; /* vectors that are stored as they are, where elements are made */
+};
 
-    by.centres += vector % SS_SHIFTS * by.shift;
-    by.angles += 2 * by.pairs * (vector - by.turned);
-    return by;
-}
+/*
+ * ss_unweigh_begin() fails as ss_dequantize_weighted() does. Then ss_unweigh() makes elements of 'count' vectors from
+ * 'vector' on, and at last ss_unweigh_end() copies the exact vectors. 'streamed': past the caches.
+ */
+enum ss_result ss_unweigh_begin(struct ss_weighted *slice, const struct ss_elements *elements);
+void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, const uint8_t *symbols, size_t vector,
+                size_t count, int streamed);
+void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *elements);
 
-/* ss_unweighing_of() describes 'width' channels of a slice from 'channel' on, whole heads. */
-struct ss_weighing ss_unweighing_of(const struct ss_unweighing *unweighing, size_t channel, size_t width);
+/* ss_unweigh_angles() makes the angles of 'count' vectors from 'vector' on: of each, all cosines, then all sines. */
+void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles);
 
 /*
  * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before
@@ -99,7 +110,7 @@ static inline int ss_number_symbol(const struct ss_weighing *by, float value, fl
         for (; pair < by->pairs; pair++) {                                                                             \
             const size_t at = head + pair, partner = at + by->pairs;                                                   \
             float first = ss_##dtype##_load(source, at), second = ss_##dtype##_load(source, partner);                  \
-            ss_rotate_back(by->angles[pair], by->angles[by->pairs + pair], &first, &second);                                       \
+            ss_rotate_back(by->cosines[pair], by->sines[pair], &first, &second);                                       \
             outside |= ss_number_symbol(by, first, most, symbols, at);                                                 \
             outside |= ss_number_symbol(by, second, most, symbols, partner);                                           \
         }                                                                                                              \
@@ -115,7 +126,7 @@ static inline int ss_number_symbol(const struct ss_weighing *by, float value, fl
         for (; pair < by->pairs; pair++) {                                                                             \
             const size_t at = head + pair, partner = at + by->pairs;                                                   \
             float first = ss_value(by, symbols, at), second = ss_value(by, symbols, partner);                          \
-            ss_rotate(by->angles[pair], by->angles[by->pairs + pair], &first, &second);                                            \
+            ss_rotate(by->cosines[pair], by->sines[pair], &first, &second);                                            \
             ss_##dtype##_round(target, at, first);                                                                     \
             ss_##dtype##_round(target, partner, second);                                                               \
         }                                                                                                              \
@@ -128,13 +139,13 @@ SS_WEIGHTED_FROM(float16, SS_MOST_FLOAT16)
 SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
 SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
-/* angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
+/* ss_angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \
-                                  float *restrict made) {                                                              \
+                                  float *restrict cosines, float *restrict sines) {                                    \
         for (size_t pair = 0; pair < pairs; pair++) {                                                                  \
-            made[pair] = fmaf(-first[pairs + pair], turn[pairs + pair], first[pair] * turn[pair]);                     \
-            made[pairs + pair] = fmaf(first[pair], turn[pairs + pair], first[pairs + pair] * turn[pair]);              \
+            cosines[pair] = fmaf(-first[pairs + pair], turn[pairs + pair], first[pair] * turn[pair]);                  \
+            sines[pair] = fmaf(first[pair], turn[pairs + pair], first[pairs + pair] * turn[pair]);                     \
         }                                                                                                              \
     }
 

@@ -22,12 +22,11 @@
         const uint8_t *const elements = source;                                                                        \
         int outside = 0;                                                                                               \
                                                                                                                        \
-        for (size_t head = 0; head < by->width; head += by->head) {                                                   \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
             size_t pair = 0, channel = 2 * by->pairs;                                                                  \
             for (; pair + 16 <= by->pairs; pair += 16) {                                                               \
                 const size_t at = head + pair, partner = at + by->pairs;                                               \
-                const NUMBERS cosines = numbers_load(by->angles + pair);                                               \
-                const NUMBERS sines = numbers_load(by->angles + by->pairs + pair);                                     \
+                const NUMBERS cosines = numbers_load(by->cosines + pair), sines = numbers_load(by->sines + pair);      \
                 const NUMBERS first = widen_##dtype(elements + (size)*at);                                             \
                 const NUMBERS second = widen_##dtype(elements + (size)*partner);                                       \
                 const NUMBERS back = numbers_add_product(numbers_multiply(first, cosines), second, sines);             \
@@ -46,52 +45,35 @@ TARGET_INLINE NUMBERS numbers_at(const struct ss_weighing *by, const int8_t *sym
     return numbers_add_product(numbers_load(by->centres + at), numbers_of(symbols + at), numbers_load(by->steps + at));
 }
 
-/* What is left of a head is rare, so it is kept out of the loops. */
 #define UNWEIGH(dtype, size)                                                                                           \
-    TARGET __attribute__((noinline)) static void unweigh_##dtype##_rest(                                               \
-        const struct ss_weighing *by, size_t head, size_t pair, size_t channel, const int8_t *symbols,                 \
-        uint8_t *target) {                                                                                             \
-        ss_unweigh_##dtype##_from(by, head, pair, channel, symbols, target);                                           \
-    }                                                                                                                  \
-                                                                                                                       \
-    TARGET_INLINE void unweigh_##dtype##_head(const struct ss_weighing *by, size_t head, size_t length, size_t pairs,  \
-                                              const int8_t *symbols, uint8_t *target, int streamed) {                  \
-        size_t pair = 0, channel = 2 * pairs;                                                                          \
-        for (; pair + 16 <= pairs; pair += 16) {                                                                       \
-            const size_t at = head + pair, partner = at + pairs;                                                       \
-            const NUMBERS cosines = numbers_load(by->angles + pair), sines = numbers_load(by->angles + pairs + pair);  \
-            const NUMBERS first = numbers_at(by, symbols, at), second = numbers_at(by, symbols, partner);              \
-            round_##dtype(target + (size)*at,                                                                          \
-                          numbers_subtract_product(numbers_multiply(first, cosines), second, sines), streamed);        \
-            round_##dtype(target + (size)*partner,                                                                     \
-                          numbers_add_product(numbers_multiply(second, cosines), first, sines), streamed);             \
-        }                                                                                                              \
-        for (; channel + 16 <= length; channel += 16) {                                                                \
-            const size_t at = head + channel;                                                                          \
-            round_##dtype(target + (size)*at, numbers_at(by, symbols, at), streamed);                                  \
-        }                                                                                                              \
-        if (pair < pairs || channel < length) {                                                                        \
-            const struct ss_weighing copy = *by; /* its own stays in registers */                                      \
-            unweigh_##dtype##_rest(&copy, head, pair, channel, symbols, target);                                       \
-        }                                                                                                              \
-    }                                                                                                                  \
-                                                                                                                       \
-    TARGET static void unweigh_##dtype(const struct ss_weighing *slice, const int8_t *symbols, size_t vector,          \
-                                       size_t count, uint8_t *target, int streamed) {                                  \
-        const size_t places = (uintptr_t)target | slice->pitch | (size)*slice->head | (size)*slice->pairs;             \
-        const int past = streamed && places % (16 * (size)) == 0;                                                      \
-                                                                                                                       \
-        for (; count > 0; count--, symbols += slice->width, target += slice->pitch) {                                  \
-            const struct ss_weighing by = ss_weighing_at(slice, vector++);                                             \
-            for (size_t head = 0; head < by.width; head += by.head) {                                                  \
-                if (past && by.head == 128 && by.pairs == 64) {                                                        \
-                    unweigh_##dtype##_head(&by, head, 128, 64, symbols, target, 1);                                    \
-                } else if (past) {                                                                                     \
-                    unweigh_##dtype##_head(&by, head, by.head, by.pairs, symbols, target, 1);                          \
-                } else {                                                                                               \
-                    unweigh_##dtype##_head(&by, head, by.head, by.pairs, symbols, target, 0);                          \
-                }                                                                                                      \
+    TARGET_INLINE void unweigh_##dtype##_to(const struct ss_weighing *by, const int8_t *symbols, uint8_t *target,      \
+                                            int streamed) {                                                            \
+        for (size_t head = 0; head < by->length; head += by->head) {                                                   \
+            size_t pair = 0, channel = 2 * by->pairs;                                                                  \
+            for (; pair + 16 <= by->pairs; pair += 16) {                                                               \
+                const size_t at = head + pair, partner = at + by->pairs;                                               \
+                const NUMBERS cosines = numbers_load(by->cosines + pair), sines = numbers_load(by->sines + pair);      \
+                const NUMBERS first = numbers_at(by, symbols, at), second = numbers_at(by, symbols, partner);          \
+                round_##dtype(target + (size)*at,                                                                      \
+                              numbers_subtract_product(numbers_multiply(first, cosines), second, sines), streamed);    \
+                round_##dtype(target + (size)*partner,                                                                 \
+                              numbers_add_product(numbers_multiply(second, cosines), first, sines), streamed);         \
             }                                                                                                          \
+            for (; channel + 16 <= by->head; channel += 16) {                                                          \
+                const size_t at = head + channel;                                                                      \
+                round_##dtype(target + (size)*at, numbers_at(by, symbols, at), streamed);                              \
+            }                                                                                                          \
+            ss_unweigh_##dtype##_from(by, head, pair, channel, symbols, target);                                       \
+        }                                                                                                              \
+    }                                                                                                                  \
+                                                                                                                       \
+    TARGET static void unweigh_##dtype(const struct ss_weighing *by, const int8_t *symbols, void *target,              \
+                                       int streamed) {                                                                 \
+        const size_t places = (uintptr_t)target | (size)*by->head | (size)*by->pairs;                                  \
+        if (streamed && places % (16 * (size)) == 0) {                                                                 \
+            unweigh_##dtype##_to(by, symbols, target, 1);                                                              \
+        } else {                                                                                                       \
+            unweigh_##dtype##_to(by, symbols, target, 0);                                                              \
         }                                                                                                              \
     }
 

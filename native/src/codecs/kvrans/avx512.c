@@ -15,7 +15,6 @@
 
 #include "codecs/kvrans/avx512.h"
 #include "quantize/avx512.h"
-#include "quantize/weighted.h"
 
 /* ---- Transposition ------------------------------------------------------------------------------------------- */
 
@@ -524,17 +523,17 @@ struct tile {
     size_t pitch;
 };
 
-static void tile_begin(struct tile *tile, const struct ss_unweighing *unweighing, size_t vector, size_t channel,
-                       size_t width) {
-    const struct ss_weighing by = ss_unweighing_of(unweighing, channel, width);
+static void tile_begin(struct tile *tile, const struct ss_kvrans_weighted *weighted, size_t column) {
+    const struct ss_weighted *slice = weighted->slice;
 
-    memcpy(tile->steps, by.steps, width * sizeof(float));
+    memcpy(tile->steps, slice->by.steps + column, weighted->width * sizeof(float));
     for (size_t row = 0; row < SS_SHIFTS; row++) {
-        memcpy(tile->centres[row], by.centres + (vector + row) % SS_SHIFTS * by.shift, width * sizeof(float));
+        const float *centres = slice->centres + (weighted->vector + row) % SS_SHIFTS * slice->shift;
+        memcpy(tile->centres[row], centres + column, weighted->width * sizeof(float));
     }
-    tile->angles = by.angles;
-    tile->target = (uint8_t *)unweighing->elements->target + vector * by.pitch + 2 * channel;
-    tile->pitch = by.pitch;
+    tile->angles = weighted->angles;
+    tile->pitch = 2 * slice->by.length;
+    tile->target = (uint8_t *)weighted->elements->target + weighted->vector * tile->pitch + 2 * column;
 }
 
 /* numbers_of() are those of 16 columns of a row, as quantize/weighted.h computes them. */
@@ -561,7 +560,8 @@ TARGET_INLINE void rounded_stream(int half, __m512 low, __m512 high, uint8_t *ta
     _mm512_stream_si512((void *)target, line);
 }
 
-/* rows_unweigh() makes elements of some rows of a tile: of 64 columns, of whose pairs 0 or 32 are rotated, or of 128. */
+/* rows_unweigh() makes elements of some rows of a tile: of 64 columns, of whose pairs 0 or 32 are rotated, or of 128.
+ */
 TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
     const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
 
@@ -604,15 +604,16 @@ ROWS_UNWEIGH(rows_unweigh_float16_64, 64, 1)
 
 /* weighted_decode() is elements_decode() with tiles that are as wide as whole heads. */
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
-                                             const struct ss_unweighing *unweighing, size_t vector, uint32_t width,
-                                             struct states *given, struct shape shape) {
+                                             const struct ss_kvrans_weighted *weighted, struct states *given,
+                                             struct shape shape) {
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};
-    const rows_maker rows_make = makers[unweighing->elements->dtype == SS_DTYPE_FLOAT16][unweighing->pairs / 32];
+    const int half = weighted->elements->dtype == SS_DTYPE_FLOAT16;
+    const rows_maker rows_make = makers[half][weighted->slice->by.pairs / 32];
+    const uint32_t width = weighted->width, rows_each = SS_KVRANS_ROWS_MAX / width;
     _Alignas(64) uint8_t decoded[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
     struct tile tiles[2]; /* that is written, and that is decoded */
-    const uint32_t rows_each = SS_KVRANS_ROWS_MAX / width;
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
@@ -620,7 +621,7 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
 
     for (uint32_t first = 0; first < block->columns; first += width) {
         const uint32_t side = first / width % 2;
-        tile_begin(&tiles[side], unweighing, vector, first, width);
+        tile_begin(&tiles[side], weighted, first);
         for (uint32_t column = 0; column < width; column++) {
             input_ready(&input);
             coded_prefetch(input.next);
@@ -645,10 +646,10 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
 }
 
 #define WEIGHTED_DECODE(name, lane_groups, shift, range)                                                               \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_unweighing *unweighing,     \
-                                      size_t vector, uint32_t width, struct states *states) {                          \
+    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted,  \
+                                      struct states *states) {                                                         \
         const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0};                                          \
-        return weighted_decode(block, unweighing, vector, width, states, shape);                                       \
+        return weighted_decode(block, weighted, states, shape);                                                        \
     }
 
 WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1)
@@ -659,17 +660,17 @@ WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0)
 WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0)
 
 TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block,
-                                             const struct ss_unweighing *unweighing, size_t vector, uint32_t width) {
+                                             const struct ss_kvrans_weighted *weighted) {
     const int range = is_range(block);
     struct states states = states_load(block);
     enum ss_result result;
 
     if (block->lanes == 256) {
-        result = (range ? weighted_decode_256 : weighted_decode_256_low)(block, unweighing, vector, width, &states);
+        result = (range ? weighted_decode_256 : weighted_decode_256_low)(block, weighted, &states);
     } else if (block->lanes == 128) {
-        result = (range ? weighted_decode_128 : weighted_decode_128_low)(block, unweighing, vector, width, &states);
+        result = (range ? weighted_decode_128 : weighted_decode_128_low)(block, weighted, &states);
     } else {
-        result = (range ? weighted_decode_64 : weighted_decode_64_low)(block, unweighing, vector, width, &states);
+        result = (range ? weighted_decode_64 : weighted_decode_64_low)(block, weighted, &states);
     }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }

@@ -488,30 +488,31 @@ static uint32_t width_of(const struct ss_elements *elements) {
 static enum ss_result weighted_elements(struct reader *reader, struct ss_kvrans_decoder *decoder,
                                         const struct ss_stream *next, const struct ss_elements *elements,
                                         uint8_t *symbols) {
-    const uint32_t columns = (uint32_t)elements->vector_length, width = width_of(elements);
-    struct ss_unweighing unweighing;
+    struct ss_weighted slice;
+    struct ss_kvrans_weighted weighted = {
+        .slice = &slice, .elements = elements, .angles = decoder->angles, .width = width_of(elements)};
     struct ss_kvrans_block block;
     const uint8_t *stored;
-    enum ss_result result = ss_unweighing_begin(&unweighing, elements, decoder->angles);
+    enum ss_result result = ss_unweigh_begin(&slice, elements);
 
     for (size_t row = 0; result == SS_OK && row < elements->vectors; row += block.rows) {
-        if (!block_parse(reader, decoder, columns, elements->vectors - row, &block, &stored)) {
+        if (!block_parse(reader, decoder, (uint32_t)elements->vector_length, elements->vectors - row, &block,
+                         &stored)) {
             return SS_BAD_DATA;
         }
         block_ahead(&block, next, row, elements->vectors);
-        ss_unweighing_turn(&unweighing, row, block.rows);
         if (stored == NULL && ss_kvrans_elements_fit(&block, elements->target)) {
-            result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &unweighing, row, width);
+            weighted.vector = row;
+            ss_unweigh_angles(&slice, row, block.rows, decoder->angles);
+            result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &weighted);
         } else {
             result = block_decode(&block, stored, symbols);
-            ss_unweighing_make(&unweighing, symbols, row, block.rows, 1);
+            ss_unweigh(&slice, elements, symbols, row, block.rows, 1);
         }
     }
-    if (result == SS_OK && reader->next != reader->end) {
-        return SS_BAD_DATA;
-    }
     if (result == SS_OK) {
-        ss_unweighing_end(&unweighing);
+        result = reader->next == reader->end ? SS_OK : SS_BAD_DATA;
+        ss_unweigh_end(&slice, elements);
     }
     return result;
 }
@@ -531,8 +532,9 @@ static int direct_fits(const struct ss_stream *stream, const struct ss_elements 
                stream->target_size == elements->vectors * elements->vector_length * size;
     }
     if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
-        return kernels->decode_weighted != NULL && width_of(elements) != 0 &&
-               elements->vector_length % width_of(elements) == 0;
+        return kernels->decode_weighted != NULL &&
+               ss_channels_fit(elements->channels, elements->dtype, elements->vector_length) &&
+               width_of(elements) != 0 && elements->vector_length % width_of(elements) == 0;
     }
     return kernels->decode_elements != NULL && elements->quantizer == SS_QUANTIZER_BINNED &&
            (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);

@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 #include "cpu/cpu.h"
-#include "quantize/quantize.h"
+#include "quantize/weighted.h"
 #include "shadowserve.h"
 
 enum {
@@ -93,6 +93,15 @@ struct ss_kvrans_making {
     size_t columns;
     uint32_t size;       /* of an element, in bytes */
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
+};
+
+/* What rows become elements of 'weighted' with. */
+struct ss_kvrans_weighted {
+    const struct ss_weighted *slice;
+    const struct ss_elements *elements; /* of 16 bits; of the slice */
+    const float *angles;                /* of the block's rows, aligned to 64 bytes; see ss_unweigh_angles() */
+    size_t vector;                      /* of the slice: the block's first row */
+    uint32_t width;                     /* columns that are whole heads: SS_KVRANS_GROUP or SS_KVRANS_WIDTH_MAX */
 };
 
 /* ---- Encoding ------------------------------------------------------------------------------------------------ */
@@ -178,12 +187,10 @@ struct ss_kvrans_kernels {
                                     uint8_t *target);
 
     /*
-     * decode_weighted() is decode() and then ss_unweighing_make() of the block's rows, the first of which is 'vector' of
-     * the slice, 'width' columns at a time. For blocks of ss_kvrans_elements_fit() only. NULL where it would gain
-     * nothing. The caller orders its stores.
+     * decode_weighted() is decode() and then ss_unweigh() of the block's rows. For blocks of ss_kvrans_elements_fit()
+     * only. NULL where it would gain nothing. The caller orders its stores.
      */
-    enum ss_result (*decode_weighted)(const struct ss_kvrans_block *block, const struct ss_unweighing *unweighing,
-                                      size_t vector, uint32_t width);
+    enum ss_result (*decode_weighted)(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted);
 
     /* transpose() fills 'cells' from rows * columns bytes at 'source' and finds their extremes. */
     void (*transpose)(const struct ss_kvrans_plan *plan, const uint8_t *source, struct ss_kvrans_extremes *extremes);
