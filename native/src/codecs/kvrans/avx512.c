@@ -560,8 +560,7 @@ TARGET_INLINE void rounded_stream(int half, __m512 low, __m512 high, uint8_t *ta
     _mm512_stream_si512((void *)target, line);
 }
 
-/* rows_unweigh() makes elements of some rows of a tile: of 64 columns, of whose pairs 0 or 32 are rotated, or of 128.
- */
+/* rows_unweigh() makes elements of rows of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
 TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
     const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
 
