@@ -58,7 +58,7 @@ struct data {
     uint8_t *plain; /* STREAM_SIZE symbols */
     uint8_t *rows;  /* ROWS_SIZE symbols, each channel with a spread of its own, and as many that are noise */
     float row_scales[ROWS];
-    float steps[2 * VECTOR_LENGTH], centres[2 * VECTOR_LENGTH], turns[2 * PAIRS * VECTORS];
+    float steps[2 * VECTOR_LENGTH], centres[8 * VECTOR_LENGTH], turns[2 * PAIRS * VECTORS];
     double frequencies[PAIRS]; /* zero: a library's cosine differs between machines, but hardly of zero */
     struct ss_channels channels;
     uint32_t row; /* of the channels: keys or values */

@@ -296,6 +296,14 @@ static size_t side_fill(size_t vectors, size_t vector_size) {
     return sizeof words + sizeof names + EXACT * vector_size;
 }
 
+/* weighted_direct() returns whether a variant has a kernel for such elements, if they are of 16 bits and aligned. */
+static int weighted_direct(enum ss_isa isa, const struct ss_channels *channels, uint32_t row, size_t vectors) {
+    const uint32_t head = channels->head_length, pairs = row % 2 == 0 ? channels->pairs : 0;
+
+    return isa == SS_ISA_AVX512 && vectors >= 256 &&
+           (pairs == 0 ? channels->vector_length % 64 == 0 : 2 * pairs == head && (head == 64 || head == 128));
+}
+
 /*
  * check_weighted() compares ss_decode_many() of 'weighted' with the scalar kernels in two steps: keys and values,
  * twice, as angles are kept from one slice to the next.
@@ -339,6 +347,11 @@ static void check_weighted(struct ss_channels channels, enum ss_dtype dtype, siz
                       ((uint8_t *)elements.target)[size] == 0xA5,
                   "isa %d, weighted, dtype %d, %zu x %u, %u pairs, %zu vectors: %d", (int)isa, (int)dtype, length,
                   channels.head_length, channels.pairs, vectors, (int)one.result);
+            if (dtype != SS_DTYPE_FLOAT32 && misaligned == 0) {
+                const int direct = weighted_direct(isa, &channels, row, vectors);
+                CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, NULL, &elements) == (direct ? SS_OK : SS_NOT_SUPPORTED),
+                      "isa %d, weighted, %zu x %u: direct is %d", (int)isa, length, channels.head_length, direct);
+            }
             one.source_size--;
             ss_decode_many(SS_CODEC_KVRANS, &one, &elements, 1);
             CHECK(one.result == SS_BAD_DATA, "isa %d, a cut stream: %d", (int)isa, (int)one.result);
