@@ -28,6 +28,9 @@ enum { VECTORS = 2, VECTOR_LENGTH = 1024, COUNT = VECTORS * VECTOR_LENGTH, STREA
 enum { ROWS = 256, ROWS_SCALAR = 64, COLUMNS_ENCODED = 16, COLUMNS_DECODED = 64, ROWS_SIZE = ROWS * COLUMNS_DECODED };
 enum { STREAM_SIZE_MAX = 2 * ROWS_SIZE, TARGET_SIZE = 4 * ROWS_SIZE };
 
+/* Of 'weighted': heads, the first half of whose channels are rotated with the second. */
+enum { HEAD = 128, PAIRS = HEAD / 2, EXACT_SIZE = 8 };
+
 #define TRAP_FLAG 0x100u
 
 static int marks;
@@ -55,6 +58,11 @@ struct data {
     uint8_t *plain; /* STREAM_SIZE symbols */
     uint8_t *rows;  /* ROWS_SIZE symbols, each channel with a spread of its own, and as many that are noise */
     float row_scales[ROWS];
+    float steps[2 * VECTOR_LENGTH], centres[8 * VECTOR_LENGTH], turns[2 * PAIRS * VECTORS];
+    double frequencies[PAIRS]; /* zero: a library's cosine differs between machines, but hardly of zero */
+    struct ss_channels channels;
+    uint32_t row; /* of the channels: keys or values */
+    uint8_t *exact;
     size_t rows_count;
     size_t columns;
     uint8_t *stream;
@@ -113,6 +121,23 @@ static void data_make(struct data *data) {
     for (size_t index = ROWS_SIZE; index < 2 * ROWS_SIZE; index++) {
         data->rows[index] = (uint8_t)(random64() >> 40);
     }
+    for (size_t index = 0; index < 2 * VECTOR_LENGTH; index++) {
+        data->steps[index] = 0.25f;
+    }
+    for (size_t index = 0; index < 2 * PAIRS * VECTORS; index++) {
+        data->turns[index] = index / PAIRS % 2 == 0 ? 0.75f : 0.5f;
+    }
+    data->channels = (struct ss_channels){.steps = data->steps,
+                                          .centres = data->centres,
+                                          .frequencies = data->frequencies,
+                                          .turns = data->turns,
+                                          .rows = 2,
+                                          .kinds = 2,
+                                          .vector_length = VECTOR_LENGTH,
+                                          .head_length = HEAD,
+                                          .pairs = PAIRS,
+                                          .tokens = VECTORS};
+    data->exact = allocate(ss_weighted_exact_max(SS_DTYPE_BFLOAT16, VECTORS, VECTOR_LENGTH));
     for (size_t row = 0; row < ROWS; row++) {
         data->row_scales[row] = 0.125f + (float)row;
     }
@@ -133,6 +158,19 @@ static void run_quantize(struct data *data) {
 static void run_dequantize(struct data *data) {
     must(ss_dequantize(data->quantizer, data->dtype, data->symbols, data->scales, VECTORS, VECTOR_LENGTH, data->target),
          "ss_dequantize");
+}
+
+static void run_weigh(struct data *data) {
+    size_t exact_size = 0;
+    must(ss_quantize_weighted(SS_DTYPE_BFLOAT16, &data->channels, data->row, 1000, data->elements, VECTORS,
+                              data->symbols, data->exact, &exact_size),
+         "ss_quantize_weighted");
+}
+
+static void run_unweigh(struct data *data) {
+    must(ss_dequantize_weighted(SS_DTYPE_BFLOAT16, &data->channels, data->row, data->symbols, data->exact, EXACT_SIZE,
+                                VECTORS, data->target),
+         "ss_dequantize_weighted");
 }
 
 static void run_deflate_encode(struct data *data) {
@@ -268,6 +306,10 @@ static void count_quantizers(struct data *data, const char *isa) {
     count("dequantize-bfloat16", isa, run_dequantize, data, 2 * COUNT);
     data->dtype = SS_DTYPE_FLOAT16;
     count("dequantize-float16", isa, run_dequantize, data, 2 * COUNT);
+    for (data->row = 0; data->row < 2; data->row++) {
+        count(data->row == 0 ? "weigh-keys-16" : "weigh-values-16", isa, run_weigh, data, 2 * COUNT);
+        count(data->row == 0 ? "unweigh-keys-16" : "unweigh-values-16", isa, run_unweigh, data, 2 * COUNT);
+    }
     data->quantizer = SS_QUANTIZER_LOSSLESS;
     count("lossless-split-16", isa, run_quantize, data, 2 * COUNT);
     count("lossless-merge-16", isa, run_dequantize, data, 2 * COUNT);

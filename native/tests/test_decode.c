@@ -261,6 +261,132 @@ static void check_others(void) {
     }
 }
 
+/* What check_weighted() decodes: exact vectors, and the angles of pairs. */
+enum { EXACT = 3, TOKENS = 600, LENGTH_MAX = 320, PAIRS_MAX = 64 };
+static float steps[2 * LENGTH_MAX], centres[8 * LENGTH_MAX], turns[TOKENS * 2 * PAIRS_MAX];
+static double frequencies[PAIRS_MAX];
+static uint8_t side[16 + 4 * EXACT * LENGTH_MAX];
+
+static void channels_fill(size_t length, size_t pairs) {
+    for (size_t index = 0; index < 2 * length; index++) {
+        steps[index] = 0.001f * (float)(1 + random_below(1000));
+    }
+    for (size_t index = 0; index < 8 * length; index++) {
+        centres[index] = 0.001f * (float)random_below(1000);
+    }
+    for (size_t index = 0; index < TOKENS * pairs; index++) {
+        const size_t token = index / pairs, pair = index % pairs;
+        frequencies[pair] = pow(1000, -(double)pair / (double)pairs);
+        turns[token * 2 * pairs + pair] = (float)cos(frequencies[pair] * (double)token);
+        turns[token * 2 * pairs + pairs + pair] = (float)sin(frequencies[pair] * (double)token);
+    }
+}
+
+/* side_fill() makes exact vectors of a slice at some position, and returns their bytes. */
+static size_t side_fill(size_t vectors, size_t vector_size) {
+    const uint32_t words[2] = {(uint32_t)random_below(5000), vectors >= 250 ? EXACT : 0};
+    const uint16_t names[EXACT + 1] = {0, 7, 249};
+
+    random_fill(side, sizeof side);
+    memcpy(side, words, sizeof words);
+    if (words[1] == 0) {
+        return sizeof words;
+    }
+    memcpy(side + sizeof words, names, sizeof names);
+    return sizeof words + sizeof names + EXACT * vector_size;
+}
+
+/* weighted_direct() returns whether a variant has a kernel for such elements, if they are of 16 bits and aligned. */
+static int weighted_direct(enum ss_isa isa, const struct ss_channels *channels, uint32_t row, size_t vectors) {
+    const uint32_t head = channels->head_length, pairs = row % 2 == 0 ? channels->pairs : 0;
+
+    return isa == SS_ISA_AVX512 && vectors >= 256 &&
+           (pairs == 0 ? channels->vector_length % 64 == 0 : 2 * pairs == head && (head == 64 || head == 128));
+}
+
+/*
+ * check_weighted() compares ss_decode_many() of 'weighted' with the scalar kernels in two steps: keys and values,
+ * twice, as angles are kept from one slice to the next.
+ */
+static void check_weighted(struct ss_channels channels, enum ss_dtype dtype, size_t vectors, double spread,
+                           size_t misaligned) {
+    const size_t length = channels.vector_length, count = vectors * length, size = count * ss_dtype_size(dtype);
+    const size_t side_size = side_fill(vectors, length * ss_dtype_size(dtype));
+    size_t written = 0;
+
+    channels_fill(length, channels.pairs);
+    for (size_t index = 0; index < count; index++) {
+        const long symbol = lrint(random_bell() * spread);
+        symbols[index] = (uint8_t)(int8_t)(symbol > 127 ? 127 : symbol < -127 ? -127 : symbol);
+    }
+    CHECK(ss_compress(SS_CODEC_KVRANS, symbols, count, length, encoded, STREAM_MAX, &written) == SS_OK, "compress");
+    for (uint32_t row = 0; row < 4; row++) {
+        struct ss_elements elements = {.scales = side,
+                                       .target = expected.start,
+                                       .vectors = vectors,
+                                       .vector_length = length,
+                                       .scale_vectors = 1,
+                                       .quantizer = SS_QUANTIZER_WEIGHTED,
+                                       .dtype = dtype,
+                                       .channels = &channels,
+                                       .scales_length = side_size,
+                                       .row = row % 2};
+        CHECK(ss_isa_force(SS_ISA_SCALAR) == SS_OK && ss_elements_make(&elements, symbols, 0) == SS_OK, "scalar");
+        elements.target = target.start + misaligned;
+        for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+            struct ss_stream one = {.source = memcpy(guarded_place(&stream, written, 1), encoded, written),
+                                    .target = guarded_place(&scratch, count, 1),
+                                    .source_size = written,
+                                    .target_size = count};
+            if (ss_isa_force(isa) != SS_OK) {
+                continue;
+            }
+            memset(target.start, 0xA5, misaligned + size + 64);
+            ss_decode_many(SS_CODEC_KVRANS, &one, &elements, 1);
+            CHECK(one.result == SS_OK && memcmp(elements.target, expected.start, size) == 0 &&
+                      ((uint8_t *)elements.target)[size] == 0xA5,
+                  "isa %d, weighted, dtype %d, %zu x %u, %u pairs, %zu vectors: %d", (int)isa, (int)dtype, length,
+                  channels.head_length, channels.pairs, vectors, (int)one.result);
+            if (dtype != SS_DTYPE_FLOAT32 && misaligned == 0) {
+                const int direct = weighted_direct(isa, &channels, row, vectors);
+                CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, NULL, &elements) == (direct ? SS_OK : SS_NOT_SUPPORTED),
+                      "isa %d, weighted, %zu x %u: direct is %d", (int)isa, length, channels.head_length, direct);
+            }
+            one.source_size--;
+            ss_decode_many(SS_CODEC_KVRANS, &one, &elements, 1);
+            CHECK(one.result == SS_BAD_DATA, "isa %d, a cut stream: %d", (int)isa, (int)one.result);
+        }
+    }
+}
+
+static void check_weighted_shapes(void) {
+    static const uint32_t shapes[][3] = {{1, 64, 32},  {3, 64, 32}, {5, 64, 0},  {1, 128, 64}, {2, 128, 64},
+                                         {2, 128, 32}, {4, 32, 16}, {2, 96, 48}, {1, 320, 8},  {2, 65, 31}};
+
+    for (enum ss_dtype dtype = SS_DTYPE_FLOAT16; dtype <= SS_DTYPE_FLOAT32; dtype++) {
+        for (size_t index = 0; index < sizeof(shapes) / sizeof(shapes[0]); index++) {
+            const uint32_t heads = shapes[index][0], head_length = shapes[index][1];
+            const struct ss_channels channels = {.steps = steps,
+                                                 .centres = centres,
+                                                 .frequencies = frequencies,
+                                                 .turns = turns,
+                                                 .rows = 2,
+                                                 .kinds = 2,
+                                                 .vector_length = heads * head_length,
+                                                 .head_length = head_length,
+                                                 .pairs = shapes[index][2],
+                                                 .tokens = TOKENS};
+            if (test_is_brief() && (index + dtype) % 3 != 0) {
+                continue;
+            }
+            check_weighted(channels, dtype, 256, 3, 0);
+            check_weighted(channels, dtype, 256, 40, 0); /* low bits */
+            check_weighted(channels, dtype, 300 + 212 * (index % 2), 3, index % 3 * 2);
+            check_weighted(channels, dtype, 100, 3, 0);
+        }
+    }
+}
+
 static void check_many(enum ss_codec codec) {
     enum { COUNT = 5, VECTORS = 256, LENGTH = 64, SIZE = 2 * VECTORS * LENGTH };
     struct shape shape = binned(SS_DTYPE_BFLOAT16, 32, VECTORS, LENGTH);
@@ -401,6 +527,7 @@ int main(void) {
     check_low_bit();
     check_shapes();
     check_others();
+    check_weighted_shapes();
     check_damage();
     check_direct(binned(SS_DTYPE_BFLOAT16, 32, 256, 128));
     check_direct(lossless(SS_DTYPE_BFLOAT16, 32, 256, 128, 1));

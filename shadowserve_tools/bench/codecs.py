@@ -30,9 +30,10 @@ import numpy.typing as npt
 from shadowserve import native, record
 from shadowserve.chunk import DType
 from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, memcpy, nothing, speeds_in_turns
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
-from shadowserve_tools.bench.parts.workload import made_up_slices
+from shadowserve_tools.bench.parts.workload import made_up_slices, near_lossless
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, over
@@ -70,7 +71,12 @@ def codecs(report: Report, programs: Programs, layers: int, mebibytes: int, repe
             compared = COMPARED_MORE * repeats if data == LLAMA and isas else 0
             found[data, bins] = _measured(report, data, _name(bins), treated, subjects, repeats, compared)
     _other_dtypes(report, llama, mebibytes << 20, repeats)
+    _near_lossless(report, layers, mebibytes << 20, repeats)
     _ratios(report, found)
+    _narrow(report, "lossless_128", found[SMALL, 0])
+    float8 = Treated(_float8(small), 0, mebibytes << 20, DType.FLOAT8_E4M3)
+    subjects = _subjects(float8, full=False, isas=False)
+    _narrow(report, "lossless_float8_128", _measured(report, SMALL, "lossless float8_e4m3", float8, subjects, repeats))
     for data, bins in ((LLAMA, BINS), (REAL, BINS), (LLAMA, 0)):
         report.charts.append(_chart(f"{TITLES[data]}, {_name(bins)}", found[data, bins]))
 
@@ -131,6 +137,8 @@ def _subjects(treated: Treated, full: bool, isas: bool) -> list[_Subject]:
 
 def _subject(treated: Treated, label: str, slices: Slices, isa: native.Isa | None) -> _Subject:
     runs = {"encode": slices.encode(), "decode": slices.decompress(), "to_bf16": slices.decode()}
+    if label == "kvrans":
+        runs["symbols"] = slices.decompress(cached=True)
     runs = {what: dataclasses.replace(run, isa=isa) for what, run in runs.items()}
     name = isa.name.lower() if isa is not None else ""
     return _Subject(label, name, slices.bits + treated.scale_bits, sum(slices.stream_bytes), runs, {})
@@ -210,7 +218,7 @@ def _measured(
     treated: Treated,
     subjects: Sequence[_Subject],
     repeats: int,
-    compared: int,
+    compared: int = 0,
     **more: Run,
 ) -> _Subjects:
     """Measure all subjects in turns with memcpy, dequantization and ``more``; add their rows; return them by name.
@@ -275,6 +283,37 @@ def _other_dtypes(report: Report, elements: Patterns, size: int, repeats: int) -
             f"lossless_{name}",
             {"memcpy": "none", "bfloat16": "none; bytes out a second", "zstd": "none"},
         )
+
+
+def _near_lossless(report: Report, layers: int, size: int, repeats: int) -> None:
+    """Add keys and values of ``near_lossless``, with kvrans in every instruction set, and the speeds that they reach.
+
+    Their limits are the speeds at which kvrans decodes symbols alone, into a cache.
+    """
+    tokens = DEFAULT_CHUNK_TOKENS
+    slices = made_up_slices(layers, 1024, 2 * tokens)
+    channels = near_lossless(slices.reshape(layers, 2, *slices.shape[1:])).channels(tokens)
+    for kind, what in enumerate(("keys", "values")):
+        elements = np.ascontiguousarray(slices[kind::2, tokens:])  # of the first ones, some are exact
+        places = [native.Place(channels, 2 * layer + kind, tokens) for layer in range(layers)]
+        treated = Treated(elements, 0, size, places=places)
+        subjects = [each for each in _subjects(treated, full=False, isas=True) if each.label == "kvrans"]
+        _measured(report, LLAMA, f"near_lossless {what}", treated, subjects, repeats)
+        name = f"near_lossless_{what}"
+        for subject in subjects:
+            goal = {"avx512": "at least 8", "avx2": "at least 3.5"}.get(subject.isa, "none")
+            limits = [2 * speed for speed in subject.speeds["symbols"]]
+            report.ratio(f"{name}_{subject.isa}_GB_per_s", subject.speeds["to_bf16"], goal, limits)
+        encode = Slices(treated, native.Codec.KVRANS).weigh_and_encode(elements)
+        [speeds] = speeds_in_turns([encode], repeats)
+        report.ratio(f"{name}_encode_GB_per_s", speeds, "at least 1; quantized and encoded")
+
+
+def _narrow(report: Report, name: str, found: _Subjects) -> None:
+    """Compare kvrans with memcpy for vectors of one KV head; the limit is decoding symbols into a cache."""
+    if best := _best(found):
+        limits = over(found[best].speeds["symbols"], found["memcpy"].speeds["to_bf16"])
+        report.ratio(f"{name}_over_memcpy", _pairs(found, best, "memcpy"), "at least 0.8; one KV head", limits)
 
 
 def _float32(elements: Patterns) -> npt.NDArray[np.uint32]:

@@ -15,8 +15,7 @@
 
 #include <stdlib.h>
 
-enum { SINKS = 4 };  /* first tokens of a prompt: most heads attend to them */
-enum { SHIFTS = 4 }; /* vectors that follow each other have other centres */
+enum { SINKS = 4 }; /* first tokens of a prompt: most heads attend to them */
 
 enum { NAMES = 2 * sizeof(uint32_t) }; /* offset of the exact vectors' numbers */
 
@@ -45,23 +44,14 @@ int ss_channels_cover(const struct ss_channels *channels, uint32_t row, size_t v
            (channels->pairs == 0 || row % channels->kinds != 0 || vectors <= channels->tokens);
 }
 
-/* What the vectors of a slice have in common, and the angles of the current one. */
-struct slice {
-    const struct ss_quantize_kernels *kernels;
-    const struct ss_channels *channels;
-    const float *centres; /* of the row, for the slice's first vector */
-    struct ss_weighing by;
-    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
-    float cosines[SS_HEAD_MAX / 2];
-    float sines[SS_HEAD_MAX / 2];
-};
-
-static void slice_begin(struct slice *slice, const struct ss_channels *channels, uint32_t row, uint32_t position) {
+static void slice_begin(struct ss_weighted *slice, const struct ss_channels *channels, uint32_t row,
+                        uint32_t position) {
     const size_t begin = (size_t)row * channels->vector_length;
 
     slice->kernels = ss_quantize_kernels_active();
     slice->channels = channels;
     slice->centres = channels->centres + begin;
+    slice->shift = (size_t)channels->rows * channels->vector_length;
     slice->by = (struct ss_weighing){.steps = channels->steps + begin,
                                      .cosines = slice->cosines,
                                      .sines = slice->sines,
@@ -75,11 +65,10 @@ static void slice_begin(struct slice *slice, const struct ss_channels *channels,
     }
 }
 
-static void slice_at(struct slice *slice, size_t vector) {
-    const struct ss_channels *channels = slice->channels;
+static void slice_at(struct ss_weighted *slice, size_t vector) {
     const size_t pairs = slice->by.pairs;
 
-    slice->by.centres = slice->centres + vector % SHIFTS * channels->rows * channels->vector_length;
+    slice->by.centres = slice->centres + vector % SS_SHIFTS * slice->shift;
     if (pairs != 0) {
         slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, slice->cosines,
                                slice->sines);
@@ -92,7 +81,7 @@ enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channel
     const size_t length = channels != NULL ? channels->vector_length : 0, bytes = length * ss_dtype_size(dtype);
     uint8_t *const side = exact;
     uint32_t count = 0;
-    struct slice slice;
+    struct ss_weighted slice;
 
     if (!ss_channels_fit(channels, dtype, length) || !ss_channels_cover(channels, row, vectors) || exact == NULL ||
         exact_length == NULL || (vectors != 0 && (source == NULL || symbols == NULL))) {
@@ -138,36 +127,67 @@ static size_t exact_count(const uint8_t *side, size_t size, size_t vectors, size
     return count;
 }
 
-enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+enum ss_result ss_unweigh_begin(struct ss_weighted *slice, const struct ss_elements *elements) {
     const struct ss_channels *const channels = elements->channels;
     const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
     const uint8_t *const side = elements->scales;
-    size_t count, next = 0;
-    struct slice slice;
 
     if (!ss_channels_fit(channels, elements->dtype, length) ||
         !ss_channels_cover(channels, elements->row, elements->vectors) || side == NULL ||
-        (elements->vectors != 0 && (symbols == NULL || elements->target == NULL))) {
+        (elements->vectors != 0 && elements->target == NULL)) {
         return SS_BAD_ARGUMENT;
     }
-    count = exact_count(side, elements->scales_length, elements->vectors, bytes);
-    if (count > elements->vectors) {
+    slice->exact = exact_count(side, elements->scales_length, elements->vectors, bytes);
+    if (slice->exact > elements->vectors) {
         return SS_BAD_DATA;
     }
-    slice_begin(&slice, channels, elements->row, ss_load32(side, 0));
-    for (size_t vector = 0; vector < elements->vectors; vector++) {
-        uint8_t *target = (uint8_t *)elements->target + vector * bytes;
-        if (next < count && ss_load16(side + NAMES, next) == vector) {
-            memcpy(target, side + names_bytes(count) + next++ * bytes, bytes);
-            continue;
-        }
-        slice_at(&slice, vector);
-        slice.kernels->unweigh[elements->dtype](&slice.by, (const int8_t *)symbols + vector * length, target, streamed);
-    }
-    if (streamed) {
-        ss_streams_order();
-    }
+    slice_begin(slice, channels, elements->row, ss_load32(side, 0));
     return SS_OK;
+}
+
+void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, const uint8_t *symbols, size_t vector,
+                size_t count, int streamed) {
+    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
+
+    for (; count > 0; count--, vector++, symbols += length) {
+        slice_at(slice, vector);
+        slice->kernels->unweigh[elements->dtype](&slice->by, (const int8_t *)symbols,
+                                                 (uint8_t *)elements->target + vector * bytes, streamed);
+    }
+}
+
+void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *elements) {
+    const size_t bytes = elements->vector_length * ss_dtype_size(elements->dtype);
+    const uint8_t *const side = elements->scales;
+
+    ss_streams_order();
+    for (size_t index = 0; index < slice->exact; index++) {
+        memcpy((uint8_t *)elements->target + ss_load16(side + NAMES, index) * bytes,
+               side + names_bytes(slice->exact) + index * bytes, bytes);
+    }
+}
+
+void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles) {
+    const size_t pairs = slice->by.pairs;
+
+    for (; pairs != 0 && count > 0; count--, vector++, angles += 2 * pairs) {
+        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, angles,
+                               angles + pairs);
+    }
+}
+
+enum ss_result ss_elements_unweigh(const struct ss_elements *elements, const uint8_t *symbols, int streamed) {
+    struct ss_weighted slice;
+    enum ss_result result = elements->vectors != 0 && symbols == NULL ? SS_BAD_ARGUMENT : SS_OK;
+
+    if (result == SS_OK) {
+        result = ss_unweigh_begin(&slice, elements);
+    }
+    if (result == SS_OK) {
+        ss_unweigh(&slice, elements, symbols, 0, elements->vectors, streamed);
+        ss_unweigh_end(&slice, elements);
+    }
+    return result;
 }
 
 enum ss_result ss_dequantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,

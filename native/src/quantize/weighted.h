@@ -11,6 +11,7 @@
 #include "quantize/scalar.h"
 
 enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
+enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
 
 /* One row of a group's channels, and the rotation of one token. */
 struct ss_weighing {
@@ -22,6 +23,31 @@ struct ss_weighing {
     size_t head;   /* channels of a head; 'length' is a multiple; without pairs all of them count as one */
     size_t pairs;  /* pairs of channels that are rotated; 0: none */
 };
+
+/* What the vectors of a slice have in common, and the angles of the current one. */
+struct ss_weighted {
+    const struct ss_quantize_kernels *kernels;
+    const struct ss_channels *channels;
+    const float *centres; /* of the row, for the slice's first vector */
+    size_t shift;         /* numbers from there to those of the next vector */
+    struct ss_weighing by;
+    float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
+    float cosines[SS_HEAD_MAX / 2];
+    float sines[SS_HEAD_MAX / 2];
+    size_t exact; /* vectors that are stored as they are, where elements are made */
+};
+
+/*
+ * ss_unweigh_begin() fails as ss_dequantize_weighted() does. Then ss_unweigh() makes elements of 'count' vectors from
+ * 'vector' on, and at last ss_unweigh_end() copies the exact vectors. 'streamed': past the caches.
+ */
+enum ss_result ss_unweigh_begin(struct ss_weighted *slice, const struct ss_elements *elements);
+void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, const uint8_t *symbols, size_t vector,
+                size_t count, int streamed);
+void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *elements);
+
+/* ss_unweigh_angles() makes the angles of 'count' vectors from 'vector' on: of each, all cosines, then all sines. */
+void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles);
 
 /*
  * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before

@@ -120,18 +120,27 @@ class Treated:
     Args:
         elements: Bit patterns (slices, vectors, vector length).
         bins: Bins of ``BINNED``; 0 for ``LOSSLESS``.
+        places: Channels of each slice, for ``WEIGHTED``, in which no vector is exact.
         output_bytes: Bytes of elements in one run; at least one slice.
 
     Attributes:
         distinct: Distinct slices; the others repeat them in memory of their own.
         symbols: Bytes of all slices, concatenated.
-        scales: Scales (slices, vectors); empty if lossless.
+        scales: Scales (slices, vectors), or positions in bytes; empty if lossless.
         symbol_bytes: Symbol bytes of one slice.
         raw_bytes: Element bytes of one slice.
     """
 
-    def __init__(self, elements: npt.NDArray[Any], bins: int, output_bytes: int, dtype: DType = DType.BFLOAT16) -> None:
-        self.quantizer = Quantizer.BINNED if bins else Quantizer.LOSSLESS
+    def __init__(
+        self,
+        elements: npt.NDArray[Any],
+        bins: int,
+        output_bytes: int,
+        dtype: DType = DType.BFLOAT16,
+        places: Sequence[native.Place] = (),
+    ) -> None:
+        self.quantizer = Quantizer.WEIGHTED if places else Quantizer.BINNED if bins else Quantizer.LOSSLESS
+        self.places = places
         self.dtype = dtype
         self.distinct, self.vectors, self.vector_length = elements.shape
         self.raw_bytes = elements[0].nbytes
@@ -144,8 +153,9 @@ class Treated:
                 vectors=self.vectors,
                 vector_length=self.vector_length,
                 bins=bins,
+                place=self.place(index),
             )
-            for slice_ in elements
+            for index, slice_ in enumerate(elements)
         ]
         self.symbol_bytes = treated[0][0].nbytes
         self.symbols = memory(self.count * self.symbol_bytes)
@@ -155,6 +165,10 @@ class Treated:
         self.decoded = memory(len(self.symbols))
         self.target = memory(self.count * self.raw_bytes)
         self.scratch = memory(max(TAKEN, TOGETHER_MAX) * self.symbol_bytes)
+
+    def place(self, index: int) -> native.Place | None:
+        """Return the channels of a slice."""
+        return self.places[index % self.distinct] if self.places else None
 
     @property
     def elements_each(self) -> int:
@@ -174,6 +188,7 @@ class Treated:
                 self.scales[index].tobytes(),
                 vectors=self.vectors,
                 vector_length=self.vector_length,
+                place=self.place(index),
             )
             if not np.array_equal(self.target[index * self.raw_bytes : (index + 1) * self.raw_bytes], wanted):
                 raise ShadowServeError(f"{what} did not give back slice {index}; please report this")
@@ -234,6 +249,9 @@ class Slices:
             wanted.target = target + index * treated.raw_bytes
             wanted.vectors, wanted.vector_length, wanted.scale_vectors = treated.vectors, treated.vector_length, 1
             wanted.quantizer, wanted.dtype = int(treated.quantizer), int(treated.dtype)
+            if place := treated.place(index):
+                wanted.channels, wanted.row = place.channels.struct, place.row
+                wanted.scales_length = treated.scales[0].nbytes
         self._kept.append(elements)
         return elements
 
@@ -250,11 +268,15 @@ class Slices:
         verify(self.codec.name)
         return Run(size, lambda: run(1), lambda: run(0), keeps=self)
 
-    def decompress(self) -> Run:
-        """Return decoding alone, some slices together as in the pipeline; the speed counts symbol bytes."""
+    def decompress(self, cached: bool = False) -> Run:
+        """Return decoding alone, some slices together as in the pipeline; the speed counts symbol bytes.
+
+        Args:
+            cached: The symbols go to memory that a cache holds, as before dequantization.
+        """
         treated = self.treated
-        base = self._pointer(treated.decoded)
-        jobs = self._jobs([base + index * treated.symbol_bytes for index in range(treated.count)])
+        base, places = self._pointer(treated.scratch if cached else treated.decoded), TAKEN if cached else treated.count
+        jobs = self._jobs([base + index % places * treated.symbol_bytes for index in range(treated.count)])
         groups = [(jobs + first, count) for first, count in self._group_spans(together(self.codec))]
         many, codec = lib.ss_decompress_many, int(self.codec)
 
@@ -263,7 +285,7 @@ class Slices:
                 many(codec, group, count * share)
 
         def verify(what: str) -> None:
-            if not np.array_equal(treated.decoded, treated.symbols):
+            if not cached and not np.array_equal(treated.decoded, treated.symbols):
                 raise ShadowServeError(f"{what} did not decode what was encoded; please report this")
 
         treated.decoded.fill(0xA5)
@@ -279,11 +301,17 @@ class Slices:
             for index in range(treated.count)
         ]
         dequantize, length, vectors = lib.ss_dequantize, treated.vector_length, treated.vectors
+        unweigh = lib.ss_dequantize_weighted
         quantizer, dtype = int(treated.quantizer), int(treated.dtype)
+        places = [(place.channels.struct, place.row) for place in treated.places]
 
         def run(share: int) -> None:
-            for place, scale, to in calls:
-                dequantize(quantizer, dtype, place, scale, vectors * share, length, to)
+            for index, (symbol, scale, to) in enumerate(calls):
+                if places:
+                    channels, row = places[index % len(places)]
+                    unweigh(dtype, channels, row, symbol, scale, step, vectors * share, to)
+                else:
+                    dequantize(quantizer, dtype, symbol, scale, vectors * share, length, to)
 
         return self._verified(len(treated.target), run, (), treated.verify)
 
@@ -317,3 +345,20 @@ class Slices:
                 compress(codec, source, size, row, target, bound, written)
 
         return Run(len(sources) * size, run, nothing, keeps=self)
+
+    def weigh_and_encode(self, elements: npt.NDArray[Any]) -> Run:
+        """Return both steps of a store of ``WEIGHTED``, one slice after the other; speed counts bytes of elements."""
+        treated, size = self.treated, self.treated.symbol_bytes
+        bound = native.compress_bound(self.codec, size)
+        target, symbols, written = self._pointer(memory(bound)), self._pointer(memory(size)), ffi.new("size_t *")
+        dtype, vectors = int(treated.dtype), treated.vectors
+        exact = self._pointer(memory(lib.ss_weighted_exact_max(dtype, vectors, treated.vector_length)))
+        sources = [(place, self._pointer(slice_)) for place, slice_ in zip(treated.places, elements, strict=True)]
+        weigh, compress, codec, row = lib.ss_quantize_weighted, lib.ss_compress, int(self.codec), treated.vector_length
+
+        def run() -> None:
+            for (channels, number, position), source in sources:
+                weigh(dtype, channels.struct, number, position, source, vectors, symbols, exact, written)
+                compress(codec, symbols, size, row, target, bound, written)
+
+        return Run(len(sources) * treated.raw_bytes, run, nothing, keeps=self)

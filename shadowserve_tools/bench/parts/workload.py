@@ -105,7 +105,7 @@ def llama_8b(
     tokens, records, crcs = (after.tokens + tokens, [*after.records], [*after.crcs]) if after else (tokens, [], [])
     keys = keys_of(layout, tokens)
     patterns = kv_patterns(generator, layout)
-    steps = _near_lossless(patterns) if quantizer is Quantizer.WEIGHTED else None
+    steps = near_lossless(patterns) if quantizer is Quantizer.WEIGHTED else None
     channels = steps.channels(layout.tokens) if steps is not None else None
     for index in tracked(range(len(records), len(keys)), "making KV"):
         kv = memoryview(np.roll(patterns, index * 7, axis=2).reshape(-1)).cast("B")
@@ -116,7 +116,7 @@ def llama_8b(
     return Workload(layout, chosen, tokens, keys, records, crcs, steps)
 
 
-def _near_lossless(patterns: npt.NDArray[np.uint16]) -> Steps:
+def near_lossless(patterns: npt.NDArray[np.uint16]) -> Steps:
     """Return steps for KV of the shape [layers, kinds, tokens, heads x 128], with keys of all positions alike."""
     layers, kinds, tokens, _ = patterns.shape
     values = (patterns.astype(np.uint32) << 16).view(np.float32).reshape(layers, kinds, tokens, -1, HEAD_SIZE)

@@ -8,8 +8,8 @@
 #include "codecs/kvrans/kvrans.h"
 
 #define TARGET                                                                                                         \
-    __attribute__((target(                                                                                             \
-        "avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,avx512dq,gfni,avx2,f16c,bmi,bmi2,popcnt")))
+    __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512vbmi2,avx512vpopcntdq,avx512dq,gfni,avx2,f16c,"  \
+                          "fma,bmi,bmi2,popcnt")))
 #define TARGET_INLINE TARGET static inline __attribute__((always_inline))
 
 enum { GROUP = SS_KVRANS_GROUP, GROUPS = SS_KVRANS_ROWS_MAX / SS_KVRANS_GROUP, TILE_COLUMNS = 64 };

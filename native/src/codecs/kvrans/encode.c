@@ -14,7 +14,7 @@
 
 enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
-    LANES_128_CELLS = 64 * 1024,   /* each lane costs a byte and a half: from here on under 0.8 % for 128 of them */
+    LANES_128_CELLS = 32 * 1024,   /* each lane costs a byte and a half: of one KV head lossless, 64 more are 0.2 % */
     LANES_256_CELLS = 192 * 1024,
     SAVED_LEAST = 32, /* coding must save more than this fraction of the bytes, or they are stored */
     SAMPLE_COLUMNS = 64,

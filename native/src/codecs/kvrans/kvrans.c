@@ -23,6 +23,7 @@ struct ss_kvrans_decoder {
     struct ss_kvrans_elements elements;
     float scales[SS_KVRANS_ROWS_MAX];            /* one for each row of a block */
     uint8_t column_table[SS_KVRANS_ROW_MAX + 8]; /* unpacked eight at a time */
+    _Alignas(64) float angles[SS_KVRANS_ROWS_MAX * SS_KVRANS_WIDTH_MAX];
 };
 
 static const char *implementation(void) {
@@ -468,6 +469,54 @@ static enum ss_result planes_elements(const struct reader *reader, struct ss_kvr
     return result;
 }
 
+/* ---- Elements of 'weighted' ---------------------------------------------------------------------------------- */
+
+/* width_of() returns how many columns are whole heads and lines of memory, or 0 where no kernel takes such elements. */
+static uint32_t width_of(const struct ss_elements *elements) {
+    const struct ss_channels *channels = elements->channels;
+    const uint32_t pairs = elements->row % channels->kinds == 0 ? channels->pairs : 0;
+    const uint32_t width = pairs != 0 ? channels->head_length : SS_KVRANS_GROUP;
+
+    if (ss_dtype_size(elements->dtype) != 2 || (width != SS_KVRANS_GROUP && width != SS_KVRANS_WIDTH_MAX) ||
+        (pairs != 0 && 2 * pairs != width)) {
+        return 0;
+    }
+    return width;
+}
+
+/* weighted_elements() makes elements block by block. */
+static enum ss_result weighted_elements(struct reader *reader, struct ss_kvrans_decoder *decoder,
+                                        const struct ss_stream *next, const struct ss_elements *elements,
+                                        uint8_t *symbols) {
+    struct ss_weighted slice;
+    struct ss_kvrans_weighted weighted = {
+        .slice = &slice, .elements = elements, .angles = decoder->angles, .width = width_of(elements)};
+    struct ss_kvrans_block block;
+    const uint8_t *stored;
+    enum ss_result result = ss_unweigh_begin(&slice, elements);
+
+    for (size_t row = 0; result == SS_OK && row < elements->vectors; row += block.rows) {
+        if (!block_parse(reader, decoder, (uint32_t)elements->vector_length, elements->vectors - row, &block,
+                         &stored)) {
+            return SS_BAD_DATA;
+        }
+        block_ahead(&block, next, row, elements->vectors);
+        if (stored == NULL && ss_kvrans_elements_fit(&block, elements->target)) {
+            weighted.vector = row;
+            ss_unweigh_angles(&slice, row, block.rows, decoder->angles);
+            result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &weighted);
+        } else {
+            result = block_decode(&block, stored, symbols);
+            ss_unweigh(&slice, elements, symbols, row, block.rows, 1);
+        }
+    }
+    if (result == SS_OK) {
+        result = reader->next == reader->end ? SS_OK : SS_BAD_DATA;
+        ss_unweigh_end(&slice, elements);
+    }
+    return result;
+}
+
 /* direct_fits() returns whether there are kernels for such elements, if their blocks are as the encoder makes them. */
 static int direct_fits(const struct ss_stream *stream, const struct ss_elements *elements) {
     const struct ss_kvrans_block likely = {.rows = SS_KVRANS_ROWS_MAX, .columns = (uint32_t)elements->vector_length};
@@ -481,6 +530,11 @@ static int direct_fits(const struct ss_stream *stream, const struct ss_elements 
     if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
         return kernels->decode_planes != NULL && size != 0 &&
                stream->target_size == elements->vectors * elements->vector_length * size;
+    }
+    if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
+        return kernels->decode_weighted != NULL &&
+               ss_channels_fit(elements->channels, elements->dtype, elements->vector_length) &&
+               width_of(elements) != 0 && elements->vector_length % width_of(elements) == 0;
     }
     return kernels->decode_elements != NULL && elements->quantizer == SS_QUANTIZER_BINNED &&
            (elements->dtype == SS_DTYPE_FLOAT16 || elements->dtype == SS_DTYPE_BFLOAT16);
@@ -497,6 +551,8 @@ enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_
     }
     if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
         result = planes_elements(&reader, decoder, next, elements, stream->target);
+    } else if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
+        result = weighted_elements(&reader, decoder, next, elements, stream->target);
     } else if (scales_finite(elements)) {
         result = blocks_elements(&reader, decoder, next, elements, stream->target);
     } else {

@@ -13,6 +13,7 @@
 #include <stdint.h>
 
 #include "cpu/cpu.h"
+#include "quantize/weighted.h"
 #include "shadowserve.h"
 
 enum {
@@ -24,6 +25,7 @@ enum {
     SS_KVRANS_LANES_MAX = 256,
     SS_KVRANS_INDEX_MAX = 64, /* symbols of a block's alphabet */
     SS_KVRANS_TABLES_MAX = 16,
+    SS_KVRANS_WIDTH_MAX = 128, /* columns of a head that decode_weighted() takes */
     SS_KVRANS_SHIFT_MAX = 3,
     SS_KVRANS_PART_ENOUGH = 320, /* columns by which the encoder finds which kinds there are */
     SS_KVRANS_PART_MAX = 2 * SS_KVRANS_PART_ENOUGH,
@@ -91,6 +93,15 @@ struct ss_kvrans_making {
     size_t columns;
     uint32_t size;       /* of an element, in bytes */
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
+};
+
+/* What rows become elements of 'weighted' with. */
+struct ss_kvrans_weighted {
+    const struct ss_weighted *slice;
+    const struct ss_elements *elements; /* of 16 bits; of the slice */
+    const float *angles;                /* of the block's rows, aligned to 64 bytes; see ss_unweigh_angles() */
+    size_t vector;                      /* of the slice: the block's first row */
+    uint32_t width;                     /* columns that are whole heads: SS_KVRANS_GROUP or SS_KVRANS_WIDTH_MAX */
 };
 
 /* ---- Encoding ------------------------------------------------------------------------------------------------ */
@@ -174,6 +185,12 @@ struct ss_kvrans_kernels {
      */
     enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                     uint8_t *target);
+
+    /*
+     * decode_weighted() is decode() and then ss_unweigh() of the block's rows. For blocks of ss_kvrans_elements_fit()
+     * only. NULL where it would gain nothing. The caller orders its stores.
+     */
+    enum ss_result (*decode_weighted)(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted);
 
     /* transpose() fills 'cells' from rows * columns bytes at 'source' and finds their extremes. */
     void (*transpose)(const struct ss_kvrans_plan *plan, const uint8_t *source, struct ss_kvrans_extremes *extremes);
