@@ -32,7 +32,7 @@ class Pins:
         self._ends: dict[bytes, dict[_Name, float]] = {}
         self._counts: Counter[str] = Counter()
         self._scan_at = math.inf  # no pin ends before
-        self._scanning: list[bytes] = []  # keys that the look under way has still to see
+        self._scanning: list[bytes] = []  # keys that the running look has still to see
         self._earliest = math.inf  # of the ends that it has seen
 
     def pin(
