@@ -190,6 +190,8 @@ class Catalog:
         Return False if storage knows no pins. StorageRefusedError beyond the host's or the tenant's share.
         """
         async with self._pinning:  # storage receives the changes of a key in the order of the table's
+            while self._pins.make_room(owner, len(keys)):
+                await asyncio.sleep(0)
             changed, undo = self._pins.pin(owner, session, keys, lasts_ms / 1000)
             taken = False
             try:

@@ -15,7 +15,9 @@ from shadowserve.errors import StorageRefusedError
 PINS_MAX: Final = 1 << 18
 """Most pins of all hosts together, some 90 MB."""
 _SCAN_S: Final = 1.0
-"""Between two looks for ended pins: one of a full table takes up to 0.4 s."""
+"""Between two looks for ended pins: one of a full table takes up to 0.4 s in all."""
+_SCAN_KEYS: Final = 4096
+"""Keys in one part of a look: some milliseconds, and then other calls get their turn on the event loop."""
 
 _Name = tuple[str, bytes]
 """A host and its session."""
@@ -30,6 +32,8 @@ class Pins:
         self._ends: dict[bytes, dict[_Name, float]] = {}
         self._counts: Counter[str] = Counter()
         self._scan_at = math.inf  # no pin ends before
+        self._scanning: list[bytes] = []  # keys that the running look has still to see
+        self._earliest = math.inf  # of the ends that it has seen
 
     def pin(
         self, owner: str, session: bytes, keys: Sequence[bytes], lasts_s: float
@@ -43,7 +47,7 @@ class Pins:
         earlier = {key: self._ends.get(key, {}).get(name) for key in keys}
         if end is not None:
             self._check_share(owner, sum(each is None for each in earlier.values()))
-            self._scan_at = min(self._scan_at, end)
+            self._scan_at, self._earliest = min(self._scan_at, end), min(self._earliest, end)
 
         def undo() -> None:
             for key, before in earlier.items():
@@ -56,24 +60,33 @@ class Pins:
         ends = self._ends.get(key)
         return 0 if ends is None else max(math.ceil(round(max(ends.values()) - self._clock(), 3)), 0)
 
-    def expire(self) -> None:
-        """Forget pins that have ended."""
+    def make_room(self, owner: str, count: int) -> bool:
+        """Forget some ended pins if a host's share does not hold that many more; True: there may be others."""
+        return self._exceeds(owner, count) and self.expire()
+
+    def expire(self) -> bool:
+        """Forget some of the pins that have ended; return True if there may be others."""
         now = self._clock()
-        if now < self._scan_at:
-            return
-        each = ((key, {name: end for name, end in ends.items() if end > now}) for key, ends in self._ends.items())
-        self._ends = {key: left for key, left in each if left}
-        self._counts = Counter(owner for ends in self._ends.values() for owner, _ in ends)
-        earliest = min((end for ends in self._ends.values() for end in ends.values()), default=math.inf)
-        self._scan_at = max(earliest, now + _SCAN_S)
+        if not self._scanning:
+            if now < self._scan_at:
+                return False
+            self._scanning, self._earliest = list(self._ends), math.inf
+        for key in self._scanning[-_SCAN_KEYS:]:
+            for name, end in list(self._ends.get(key, {}).items()):
+                if end <= now:
+                    self._set(key, name, None)
+                else:
+                    self._earliest = min(self._earliest, end)
+        del self._scanning[-_SCAN_KEYS:]
+        if not self._scanning:
+            self._scan_at = max(self._earliest, now + _SCAN_S)
+        return bool(self._scanning)
+
+    def _exceeds(self, owner: str, new: int) -> bool:
+        return self._counts[owner] + new > self.share or self._counts.total() + new > PINS_MAX
 
     def _check_share(self, owner: str, new: int) -> None:
-        def exceeds() -> bool:
-            return self._counts[owner] + new > self.share or self._counts.total() + new > PINS_MAX
-
-        if exceeds():
-            self.expire()
-        if exceeds():
+        if self._exceeds(owner, new):
             raise StorageRefusedError(
                 f"this host has {self._counts[owner]} pins and asks for {new} more; its share is {self.share}, and all "
                 f"hosts have {self._counts.total()} of {PINS_MAX}"

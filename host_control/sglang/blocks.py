@@ -22,6 +22,7 @@ _STEP: Final = 4
 _PREFIX: Final = b"shadowserve sglang block 1\0"
 _SEGMENT_BYTES: Final = 8
 _REMEMBERED_MAX: Final = 32768
+_ASKED_MAX: Final = 256
 
 
 def levels(page_tokens: int, chunk_tokens: int) -> tuple[int, ...]:
@@ -90,6 +91,32 @@ class BlockKeys:
         name = hashlib.sha256(self._start + count + bytes.fromhex(block.hashes[-1])).digest()
         end = hashlib.sha256(self._start + b"segment" + bytes.fromhex(segment)).digest()
         return name[: KEY_BYTES - _SEGMENT_BYTES] + end[:_SEGMENT_BYTES]
+
+
+class AskedPages:
+    """Pages of lookups, by the first page of each fetch that follows.
+
+    With pipeline parallelism, SGLang 0.5.23 tells lookups of a prompt's first page where it is, and not all fetches.
+    """
+
+    def __init__(self, most: int = _ASKED_MAX) -> None:
+        self._asked: OrderedDict[str, tuple[Pages, int]] = OrderedDict()
+        self._most = most
+
+    def add(self, pages: Pages, step: int) -> None:
+        """Remember a lookup, whose pages are fetched ``step`` at a time. The oldest ones are forgotten."""
+        for index in range(pages.first + step, pages.end, step):
+            self._asked[pages.hashes[index]] = pages, index
+            self._asked.move_to_end(pages.hashes[index])
+        while len(self._asked) > self._most:
+            self._asked.popitem(last=False)
+
+    def placed(self, pages: Pages) -> Pages:
+        """Return pages that come without those before them with these, if a lookup had them."""
+        if pages.first or pages.hashes[0] not in self._asked:
+            return pages
+        asked, index = self._asked[pages.hashes[0]]
+        return Pages.of(pages.hashes, asked.hashes[:index])
 
 
 class FoundBlocks:

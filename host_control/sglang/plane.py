@@ -11,7 +11,7 @@ from host_control.answers import StoreAnswer
 from host_control.config import HostConfig
 from host_control.manager import FetchJob, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
-from host_control.sglang.blocks import Block, BlockKeys, FoundBlocks, Pages, levels
+from host_control.sglang.blocks import AskedPages, Block, BlockKeys, FoundBlocks, Pages, levels
 from host_control.sglang.engine import Engine
 from host_control.sglang.pools import HostPages
 from host_control.transfer import Reason
@@ -60,7 +60,7 @@ class PageMover:
         self._sizes = levels(self._pages.page_tokens, config.chunk_tokens)
         self._layouts = [engine.layout(self._pages.layout(size), pool, ranks) for size in self._sizes]
         self._keys = BlockKeys(engine.identity.digest(), self._sizes[0])
-        self._found, self._lock = FoundBlocks(), threading.Lock()
+        self._found, self._asked, self._lock = FoundBlocks(), AskedPages(), threading.Lock()
         self._fetching = threading.Lock()
         largest, most = self._layouts[0].raw_bytes, _CALL_PAGES * self._layouts[-1].raw_bytes
         if config.store_buffer_bytes < largest:
@@ -117,6 +117,7 @@ class PageMover:
             self._look(pages, range(1, len(self._sizes)), index, asked, ends, found)
         with self._lock:
             self._found.update(found)
+            self._asked.add(pages, _CALL_PAGES)
         return index
 
     def _look(self, pages: Pages, wanted: Iterable[int], begin: int, end: int, ends: float, found: FoundBlocks) -> None:
@@ -153,6 +154,8 @@ class PageMover:
             DataPlaneError: There is no answer to the lookup in time.
         """
         numbers = self._pages.numbers(indices, pages.end - pages.first)
+        with self._lock:
+            pages = self._asked.placed(pages)
         plan = self._plan(pages)
         shards = [[part for part in plan if part.block.level == level] for level in range(len(self._sizes))]
         moved = [False] * len(numbers)

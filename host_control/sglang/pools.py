@@ -1,6 +1,6 @@
 """Reads and writes pages of SGLang's host pool as chunks of records."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -12,10 +12,10 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 _POOLS: Final = {"MHATokenToKVPoolHost": 2, "MLATokenToKVPoolHost": 1}
 """Kinds of the pools whose pages are known. Others hold scales or other data beside the buffer."""
 _ORDERS: Final = {
-    # From a page of the buffer [kind, ...] to [layer, kind, token, bytes].
-    "page_first_direct": (1, 0, 2, 3),  # [kind, page, layer, token, bytes]
-    "page_first": (2, 0, 1, 3),  # [kind, token, layer, bytes]
-    "layer_first": (1, 0, 2, 3),  # [kind, layer, token, bytes]
+    # From pages of the buffer to [page, layer, kind, token, bytes].
+    "page_first_direct": (1, 2, 0, 3, 4),  # [kind, page, layer, token, bytes]
+    "page_first": (1, 3, 0, 2, 4),  # [kind, page, token, layer, bytes]
+    "layer_first": (2, 1, 0, 3, 4),  # [kind, layer, page, token, bytes]
 }
 
 
@@ -44,10 +44,15 @@ class HostPages:
         self.layers, self.page_tokens = int(pool.layer_num), int(pool.page_size)
         buffer = pool.kv_buffer.view(torch.uint8).flatten(-2)
         self._buffer = buffer.numpy() if self.kinds == 2 else buffer.numpy()[None]
-        self._paged = pool.layout == "page_first_direct"
-        self._tokens_axis = 2 if pool.layout == "layer_first" else 1
+        self._axis = 2 if pool.layout == "layer_first" else 1  # of pages
+        if pool.layout != "page_first_direct":  # one axis has the tokens of all pages
+            shape, axis = list(self._buffer.shape), self._axis
+            shape[axis : axis + 1] = [shape[axis] // self.page_tokens, self.page_tokens]
+            whole = self._buffer[(slice(None),) * axis + (slice(shape[axis] * self.page_tokens),)]
+            self._buffer = whole.reshape(shape)
+            assert np.may_share_memory(self._buffer, whole)
         self._order = _ORDERS[pool.layout]
-        self._pages = self._buffer.shape[self._tokens_axis] // (1 if self._paged else self.page_tokens)
+        self._pages = self._buffer.shape[self._axis]
 
     @property
     def vector_length(self) -> int:
@@ -75,13 +80,9 @@ class HostPages:
             raise ValueError(f"the host pool has {self._pages} pages, and page {max(numbers)} is asked for")
         return numbers
 
-    def _page(self, number: int) -> Any:
-        """Return one page as [layer, kind, token, bytes]."""
-        if self._paged:
-            return self._buffer[:, number].transpose(self._order)
-        tokens = slice(number * self.page_tokens, (number + 1) * self.page_tokens)
-        page = self._buffer[:, tokens] if self._tokens_axis == 1 else self._buffer[:, :, tokens]
-        return page.transpose(self._order)
+    def _run(self, number: int, count: int) -> Any:
+        """Return consecutive pages as [page, layer, kind, token, bytes]."""
+        return self._buffer[(slice(None),) * self._axis + (slice(number, number + count),)].transpose(self._order)
 
     def _chunk(self, chunk: Any, pages: int) -> Any:
         """Return a chunk's memory as [page, layer, kind, token, bytes]."""
@@ -91,11 +92,23 @@ class HostPages:
     def gather(self, chunk: Any, numbers: Sequence[int]) -> None:
         """Copy pages into a chunk that has just these."""
         target = self._chunk(chunk, len(numbers))
-        for index, number in enumerate(numbers):
-            target[index] = self._page(number)
+        for index, number, count in _runs(numbers):
+            target[index : index + count] = self._run(number, count)
 
     def scatter(self, chunk: Any, pages: int, first: int, numbers: Sequence[int]) -> None:
         """Copy the pages from ``first`` on out of a chunk of ``pages``."""
-        source = self._chunk(chunk, pages)
-        for index, number in enumerate(numbers, first):
-            self._page(number)[...] = source[index]
+        source = self._chunk(chunk, pages)[first:]
+        for index, number, count in _runs(numbers):
+            self._run(number, count)[...] = source[index : index + count]
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield consecutive pages: index of the first one, its number, and how many there are.
+
+    Each copy takes Python's lock again, for which SGLang's scheduler competes while it waits.
+    """
+    begin = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield begin, numbers[begin], index - begin
+            begin = index

@@ -21,6 +21,7 @@ ENGINE, TRANSFER, KERNELS = "With real vLLM engines", "With data planes and stor
 BENCHES: Final[dict[str, tuple[str, list[str]]]] = {
     "serving": (ENGINE, ["vllm", "redis"]),
     "agents": (ENGINE, ["vllm", "redis"]),
+    "sglang": (ENGINE, ["vllm"]),
     "interference": (ENGINE, ["vllm"]),
     "budget": (ENGINE, ["vllm"]),
     "ablation": (ENGINE, ["vllm"]),

@@ -3,13 +3,13 @@
 Method: the shape of published agent traces (tens of turns, a growing context of which 95 % was served before, little
 output, subagents that continue their parent's context), scaled to a small machine. Agents share a system prompt. Each
 turn begins some time after the last one has ended; a subagent's turns come between two turns of its parent. The turns'
-texts are recorded, so every system serves the same prompts. All KV together is more than the engine's memory holds,
-and vLLM's own prefix cache is on in every system. The engine is restarted in the middle; stores keep running. One
-engine runs at a time: each round starts one system after the other, every second round in the opposite order, with
-prompts of its own. Systems: no cache; ShadowServe and LMCache's multiprocess server (its strongest mode: shared
-memory, one more worker) in memory of the engine's host; ShadowServe without memory there, with a storage node behind a
-link, and LMCache with its memory there and tuned Redis behind the link (at the restart the memory is emptied, as if
-the agents went on at another host).
+texts are recorded, so every system serves the same prompts. All KV together is more than the engine's memory holds, and
+vLLM's own prefix cache is on in every system. The engine is restarted in the middle; stores keep running. One engine
+runs at a time: each round starts one system after the other, every second round in the opposite order, with prompts of
+its own. ShadowServe's engine keeps what it has learned over the restart, as by default. Systems: no cache; ShadowServe
+and LMCache's multiprocess server (its strongest mode: shared memory, one more worker) in memory of the engine's host;
+ShadowServe without memory there, with a storage node behind a link, and LMCache with its memory there and tuned Redis
+behind the link (at the restart the memory is emptied, as if the agents went on at another host).
 
 ``tokens_per_s`` is prompt and output tokens over the time of both halves. ``prefill_saved_s`` is the time of steps that
 compute prompts, less than without a cache. ``same_first_tokens`` is the share of answers that begin as without a
@@ -260,7 +260,7 @@ class _Bench:
             name=name,
             linked=name == OURS_LINK,
             side=side,
-            transfer=host.plugin(plane, layer_order="auto"),
+            transfer=host.plugin(plane, layer_order="auto", computing_cache=str(host.folder / "computing.json")),
             processes=[psutil.Process(plane.process.pid)],
             stored=lambda engine, _chunks: engine.call("settle"),
         )

@@ -224,7 +224,10 @@ def test_a_host_has_its_share_of_pins_and_ended_ones_do_not_count() -> None:
     with pytest.raises(StorageRefusedError, match="share"):
         table.pin("ours", b"other", many[:1], 10.0)
     assert table.pin("theirs", b"", many[:1], 5.0)[0] == [], "another pin lasts longer"
-    now = 10.0
+    now, parts = 10.0, 0
+    while table.make_room("ours", 1):  # other calls get their turn between two parts
+        parts += 1
+    assert 1 <= parts <= 64
     assert table.pin("ours", b"other", many[:1], 10.0)[0] == many[:1]
 
 

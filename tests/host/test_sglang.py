@@ -99,6 +99,18 @@ def test_turns_of_any_length_are_found_from_any_page_on(start: Start, page: int)
     assert same(pool, range(begin, count), other, range(begin, count))
 
 
+def test_fetches_that_do_not_tell_where_their_pages_are_follow_from_the_lookup(start: Start) -> None:
+    pool, other = MHATokenToKVPoolHost("page_first", 0, 1), MHATokenToKVPoolHost("page_first", 1, 1)
+    keys, others = chain(150, page=1), chain(150, "another prompt", page=1)
+    start(pool).batch_set_v1(keys, indices(pool, range(150)))
+    reader = start(other)  # as with pipeline parallelism
+    assert reader.batch_exists(keys) == 150
+    assert all(reader.batch_get_v1(keys[:128], indices(other, range(128))))
+    assert all(reader.batch_get_v1(keys[128:], indices(other, range(128, 150))))
+    assert same(pool, range(150), other, range(150))
+    assert reader.batch_exists(others) == 0 and not any(reader.batch_get_v1(others[128:], indices(other, range(22))))
+
+
 def test_a_record_is_found_only_by_an_engine_with_the_same_identity_page_size_and_rank(start: Start) -> None:
     pool, keys = MHATokenToKVPoolHost(), chain(16)
     start(pool).batch_set_v1(keys, indices(pool, range(16)))

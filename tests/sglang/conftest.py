@@ -12,8 +12,9 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS / name) for name in ("sglang", "failures", "models")]
 
 from family_fixture import family  # noqa: E402, F401
-from nodes import DataPlane, Storage  # noqa: E402
-from sglang_process import MIB, SGLang  # noqa: E402
+from nodes import MIB, DataPlane, Storage  # noqa: E402
+
+from shadowserve_tools.bench.peers.sglang import SGLang  # noqa: E402
 
 collect_ignore_glob = [] if "SGLANG_PYTHON" in os.environ else ["test_*.py"]
 
@@ -41,14 +42,15 @@ def plane(storage: Storage, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 def start(model: Path, plane: DataPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., SGLang]]:
     """Return a function that starts an engine; one runs at a time."""
     engines: list[SGLang] = []
+    python = Path(os.environ.get("SGLANG_PYTHON", ""))
 
     def begin(**arguments: Any) -> SGLang:
         if engines:
-            engines.pop().end()
+            engines.pop().stop()
         log = tmp_path_factory.mktemp("engine") / "sglang.log"
-        engines.append(SGLang(arguments.pop("model", model), log, arguments.pop("address", plane.address), **arguments))
+        engines.append(SGLang(python, model, log, **{"address": plane.address} | arguments))
         return engines[-1]
 
     yield begin
     for engine in engines:
-        engine.end()
+        engine.stop()

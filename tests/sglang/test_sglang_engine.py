@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from machine import wait_for
 from nodes import DataPlane, Storage
-from sglang_process import SGLang
 from tiny_models import random_tokens
 
 from host_control.sglang.blocks import Pages, levels
+from shadowserve_tools.bench.peers.sglang import SGLang
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -193,7 +193,7 @@ def test_new_weights_turn_the_cache_off(
     engine = start()
     fill(engine, storage)
     assert_same(engine.generate(PROMPT), reference["prompt"], PAGES * PAGE)
-    assert engine.ask({"do": "update_weights", "path": str(model)})["updated"]
+    assert engine.ask("update_weights", path=str(model))["updated"]
     engine.flush()
     assert_same(engine.generate(PROMPT), reference["prompt"], 0)
     engine.flush()

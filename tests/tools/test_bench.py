@@ -65,6 +65,10 @@ SMALL = {
         *("--system-tokens", "256", "--turn-tokens", "200", "--output-tokens", "2", "--repeats", "1", "--pause", "0"),
         *NO_PEERS,
     ],
+    "sglang": [
+        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
+        *("--repeats", "1", "--sglang-python", "/nonexistent/python"),
+    ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
     "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
     "interference": [
@@ -133,7 +137,7 @@ LACKING = {
 
 BY_NIGHT = {
     *("ablation", "auto", "decide", "disaggregation", "oversubscription", "queue", "budget"),
-    *("agents", "control", "link", "lmcache", "memory", "quality", "tiers"),
+    *("agents", "control", "link", "lmcache", "memory", "quality", "sglang", "tiers"),
 }
 """A quarter of a minute each, or more. 'serving', 'layers', 'interference' and 'fetch' cover most of their code."""
 if os.environ.get("TEST_NIGHTLY"):

@@ -310,6 +310,10 @@ class _Engine:
         if not get_kv_transfer_group()._worker._stores.queue.flush(STORE_TIMEOUT_S):
             raise RuntimeError("storing did not end")
 
+    def reset(self) -> bool:
+        """Empty vLLM's prefix cache."""
+        return bool(self._llm.reset_prefix_cache())
+
     def threads(self) -> dict[str, int]:
         """Return the process's Python threads: kernel's number by name."""
         return {thread.name: thread.native_id or 0 for thread in threading.enumerate()}

@@ -133,16 +133,57 @@ def _direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
         target[dst_indices] = source[src_indices]
 
 
+def _copy_pages(target, places, source, pages):
+    """Copy whole pages one by one: several times as fast as an index of tokens."""
+    for place, page in zip(places, pages, strict=True):
+        target[place].copy_(source[page])
+
+
+def _pages(indices, page_size):
+    return (indices[::page_size] // page_size).tolist()
+
+
+def _by_page(buffer, page_size):
+    return buffer[: len(buffer) // page_size * page_size].unflatten(0, (-1, page_size))
+
+
 def _to_layer(src_ptrs, dst_ptrs, src_indices, dst_indices, layer_id, page_size):
+    pages, places = _pages(src_indices, page_size), _pages(dst_indices, page_size)
     for source, target in zip(src_ptrs, dst_ptrs, strict=True):
-        target[dst_indices] = source[src_indices // page_size, layer_id, src_indices % page_size]
+        _copy_pages(_by_page(target, page_size), places, source[:, layer_id], pages)
 
 
 def _from_layers(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
     layers = len(src_ptrs) // len(dst_ptrs)
+    pages, places = _pages(src_indices, page_size), _pages(dst_indices, page_size)
     for kind, target in enumerate(dst_ptrs):
         for layer, source in enumerate(src_ptrs[kind * layers : (kind + 1) * layers]):
-            target[dst_indices // page_size, layer, dst_indices % page_size] = source[src_indices]
+            _copy_pages(target[:, layer], places, _by_page(source, page_size), pages)
+
+
+# ---- Attention
+
+
+def _extend(self, query, output, keys, values, tokens, requests, lengths, prefixes, news, encoders=None, **more):
+    """Attention of a batch's new tokens. SGLang's version computes that of the tokens before them, too."""
+    if encoders is not None or more["sliding_window_size"] is not None or not more["causal"]:
+        raise NotImplementedError("only plain causal attention has a CPU version in these tests")
+    begin = 0
+    sequences = zip(requests.tolist(), lengths.tolist(), prefixes.tolist(), news.tolist(), strict=True)
+    for request, length, prefix, new in sequences:
+        places = tokens[request, :length].to(torch.int64)
+        if (places.diff() == 1).all():
+            places = slice(int(places[0]), int(places[0]) + length)  # a view: no copy
+        own = query[begin : begin + new]
+        key, value = (each[places].to(own.dtype).movedim(0, 1)[None] for each in (keys, values))
+        mask = torch.ones(new, length, dtype=torch.bool).tril(prefix) if prefix else None
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            own.movedim(0, 1)[None], key, value, mask,
+            is_causal=mask is None, scale=more["scaling"], enable_gqa=more["enable_gqa"],
+        )  # fmt: skip
+        output[begin : begin + new] = attended[0].movedim(1, 0)
+        begin += new
+    return output
 
 
 _PATCHES = {
@@ -152,11 +193,13 @@ _PATCHES = {
         "transfer_kv_all_layer_direct_lf_pf": _from_layers,
     },
     "sglang.srt.mem_cache.pool_host.common": {"_cuda_host_register": lambda *arguments, **named: None},
+    "sglang.srt.mem_cache.pool_host.base": {"HICACHE_HOST_MEMORY_RESERVE_BYTES": 1 << 30},  # of 10 GiB
+    "sglang.srt.layers.attention.torch_native_backend": {"TorchNativeAttnBackend._run_sdpa_forward_extend": _extend},
 }
 
 
 class _Patches(importlib.abc.MetaPathFinder):
-    """Puts these functions into SGLang's modules when they are imported."""
+    """Puts these functions into SGLang's modules, or into their classes, when they are imported."""
 
     def find_spec(self, name, path=None, target=None):
         if (patch := _PATCHES.pop(name, None)) is None:
@@ -166,7 +209,9 @@ class _Patches(importlib.abc.MetaPathFinder):
 
         def loaded(module):
             load(module)
-            vars(module).update(patch)
+            for name, replacement in patch.items():
+                owner, _, attribute = name.rpartition(".")
+                setattr(getattr(module, owner) if owner else module, attribute, replacement)
 
         spec.loader.exec_module = loaded
         return spec
