@@ -255,11 +255,11 @@ struct ss_piece {
     uint8_t key[96]; /* the record's key in wire format */
     uint32_t key_length;
     enum ss_codec codec;
-    uint32_t group;                /* index into the batch's groups */
-    uint32_t chunk;                /* position in the group's chain of chunks, below UINT32_MAX */
-    uint64_t record_offset;        /* of the body in the record, that is of the first slice's stored bytes */
-    uint64_t body_length;          /* bytes of the body: all slices, in order and without gaps */
-    uint64_t decompression_offset; /* in the decompression buffer, of a region of body_length bytes */
+    uint32_t group;                 /* index into the batch's groups */
+    uint32_t chunk;                 /* position in the group's chain of chunks, below UINT32_MAX */
+    uint64_t record_offset;         /* of the body in the record, that is of the first slice's stored bytes */
+    uint64_t body_length;           /* bytes of the body: all slices, in order and without gaps */
+    uint64_t decompression_offset;  /* in the decompression buffer, of a region of body_length bytes */
     uint64_t dequantization_offset; /* in the dequantization buffer, of a region of decoded bytes; unused if fused */
     uint32_t slice_first;           /* index into the batch's slices */
     uint32_t slice_count;
