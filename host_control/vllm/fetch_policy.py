@@ -168,7 +168,7 @@ class PolicyRunner:
 
     def _arrival_s(self, request: Any) -> float:
         """Return a request's arrival on this clock; it may have waited for a step."""
-        return self._clock() - max(time.time() - request.arrival_time, 0.0)
+        return self._clock() - max(time.time() - float(request.arrival_time), 0.0)
 
     def note_tiers(self, tiers: bytes) -> None:
         self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
