@@ -185,7 +185,7 @@ class _Corrections:
 
 
 class _Arrivals:
-    """How many requests arrive while another one waits for its load."""
+    """Number of requests that arrive while another one waits for its load."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=_ARRIVALS_MAX)

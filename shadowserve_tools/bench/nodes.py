@@ -321,7 +321,7 @@ def _add_alone(
 
 
 class _BareLookup:
-    """A lookup's commands on connections of their own; nobody parses the answers."""
+    """A lookup's commands on connections of their own; the answers are not parsed."""
 
     def __init__(self, stack: ExitStack, addresses: Sequence[str], keys: Sequence[bytes], password: str) -> None:
         placement = Placement(dict.fromkeys(addresses, 1.0))
