@@ -94,7 +94,7 @@ class Results:
 @whole("--scored", 256, "Tokens of a window that are scored.", least=BLOCK, most=4096)
 @whole("--windows", 3, "Number of windows.", most=100)
 @whole("--prompts", 1, "Prompts for each task and length of retrieval; 0: none.", least=0, most=100)
-@numbers_option("--lengths", "1024,2048,4096", "Tokens of the prompts of retrieval.", least=512, most=131072)
+@numbers_option("--lengths", "1024,2048,4096,7936", "Tokens of the prompts of retrieval.", least=512, most=131072)
 @click.option("--by-layer", is_flag=True, help="Also store each layer and kind alone, in the first window.")
 def quality(
     report: Report, programs: Programs, model: Path | None, files: tuple[Path, ...], context: int, scored: int,
