@@ -28,7 +28,7 @@ from dataplane_support import (
 from machine import NEVER_MS, NEVER_S, until
 
 from dpu_dataplane.hosts import SESSIONS_MAX, HelloRequired, HostTable
-from dpu_dataplane.registrations import Registrations
+from dpu_dataplane.registrations import ChannelsOfLayouts, Registrations
 from dpu_dataplane.server import Daemon, _buffers, _make_pipeline
 from shadowserve import __version__, native
 from shadowserve.keys import ModelIdentity
@@ -176,7 +176,7 @@ async def test_an_idle_host_without_calls_and_segments_is_removed(storage: Serve
     segment = Segment(SHAPE.raw_bytes)
     memory = pb.SharedMemory(name=segment.name, size=segment.size)
     request = pb.RegisterMemoryRequest(shared_memory=memory)
-    registration = await registrations.register(request, [SHAPE], {}, session.owner, session.token)
+    registration = await registrations.register(request, [SHAPE], ChannelsOfLayouts(), session.owner, session.token)
     segment.close()
     registration.used_at = session.used_at + 950
     hosts.expire(session.used_at + 1000)
