@@ -295,9 +295,12 @@ class SeveralServers(RespSource):
         segments, size, loads = self._segments(keys), self._record_bytes, self._loads()
         expected = self._also(segments, [Cold(size, 0)] * len(keys), size, loads)  # in the same round trip
         asked = {address: frozenset(some) for address, some in expected.items()}
-        asking = self._ask_each(keys, expected)
+        firsts = _by_first(segments)
+        asking = self._ask_each(keys, {address: some for address, some in expected.items() if address not in firsts})
         try:
-            found, first_of = _by_key(keys, await self._ask(keys, _find, by_server=_by_first(segments)))
+            both = {address: [*some, *expected.get(address, ())] for address, some in firsts.items()}  # in one request
+            answers, seconds = _split(await self._ask(keys, _find, by_server=both), both, firsts)
+            found, first_of = _by_key(keys, answers)
             self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
             # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
             also, now = expected, self._loads()
@@ -312,7 +315,7 @@ class SeveralServers(RespSource):
         finally:
             for _, task in asking:
                 task.cancel()
-        seconds = [each for _, task in asking if task.done() and not task.cancelled() for each in task.result()]
+        seconds += [each for _, task in asking if task.done() and not task.cancelled() for each in task.result()]
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         if not other_of and not self._chosen:
             return found
@@ -575,6 +578,21 @@ def _by_first(segments: Sequence[_Segment]) -> dict[str, list[int]]:
     for each in segments:
         by_server.setdefault(each.first, []).extend(each.indexes)
     return by_server
+
+
+def _split(
+    answers: Sequence[_Answered[Sequence[Found]]],
+    both: Mapping[str, Sequence[int]],
+    firsts: Mapping[str, Sequence[int]],
+) -> tuple[list[_Answered[Sequence[Found]]], list[_Answered[Sequence[Found] | BaseException]]]:
+    """Divide answers about ``both``: those about ``firsts``, which come first in each request, and the others."""
+    first, second = list[_Answered[Sequence[Found]]](), list[_Answered[Sequence[Found] | BaseException]]()
+    for each in answers:
+        address, indexes, answer = each
+        count = len(firsts[address]) if indexes is both.get(address) else len(indexes)
+        first.append(_Answered(address, indexes[:count], answer[:count]))
+        second.append(_Answered(address, indexes[count:], answer[count:]))
+    return first, second
 
 
 def _by_key(keys: Sequence[bytes], answers: Sequence[_Answered[Sequence[Found]]]) -> tuple[list[Found], dict[int, str]]:
