@@ -162,13 +162,10 @@ class PolicyRunner:
             state.load.decision = decision
         return decision.kind == "compute"
 
-    def arrived(self, request: Any) -> None:
-        """Record that a request has arrived."""
-        self._policy.arrived(self._arrival_s(request))
-
-    def _arrival_s(self, request: Any) -> float:
-        """Return a request's arrival on this clock; it may have waited for a step."""
-        return self._clock() - max(time.time() - float(request.arrival_time), 0.0)
+    def arrived(self, state: RequestState) -> None:
+        """Record that a request has arrived; it may have waited for a step."""
+        state.arrived_s = self._clock() - max(time.time() - float(state.request.arrival_time), 0.0)
+        self._policy.arrived(state.arrived_s)
 
     def note_tiers(self, tiers: bytes) -> None:
         self._nearest = Tier(min(filter(None, (*tiers, self._nearest))))
@@ -209,7 +206,7 @@ class PolicyRunner:
             self._streams.join(self._policy.stream_of(decision, request.num_tokens))
         if state.disaggregation.waits:
             return  # its time shows how long the other engine took
-        self._policy.begin(request.request_id, decision, now, self._arrival_s(request))
+        self._policy.begin(request.request_id, decision, now, state.arrived_s or now)
         if decision.way != "compute":
             state.load.decision, state.load.began_s = decision, now
         if decision.kind == "configured":

@@ -147,6 +147,7 @@ class RequestState:
         tail_stored: The tail is stored, or is being stored.
         store_at: Computed tokens that complete its next chunk.
         foreseen: The policy was asked to decide before the lookup answered.
+        arrived_s: Time of its arrival, of the monotonic clock; 0.0 if the policy does not need it.
     """
 
     request: Any
@@ -167,6 +168,7 @@ class RequestState:
     tail_stored: bool = False
     store_at: int = NEVER
     foreseen: bool = False
+    arrived_s: float = 0.0
 
     def probe(self, local_tokens: int) -> Load:
         """Start a load, or start it over where vLLM has no blocks for it yet."""

@@ -200,7 +200,7 @@ class SchedulerSide:
             self._start_lookup(state)
         self._account.arrived(state, named=named)
         if self._policy_runner is not None:
-            self._policy_runner.arrived(request)
+            self._policy_runner.arrived(state)
         self._outcomes.arrived(state, problem or "")
         if self.waiting is not None:  # after the lookup began: before, the queue would read "no lookup" as "no hit"
             self.waiting.enqueue(request.request_id, request.priority, state.hints.session)
