@@ -58,7 +58,7 @@ _LOAD_MAX: Final = 3.0
 """A step may wait for layers this multiple of its computing time. New requests wait, too, so it waits longer only if
 few requests arrive. With ``layer_order: true`` this limits the time for object storage only."""
 _STEP_WAIT_MAX_S: Final = 10.0
-"""No step waits longer than this and ``_LOAD_MAX``."""
+"""Longest load that a step may wait for beyond ``_LOAD_MAX``."""
 _LOADS_MAX: Final = 64
 """Last loads from which the rate of arrivals is learnt."""
 _ARRIVALS_MAX: Final = 256
@@ -206,7 +206,7 @@ class _Arrivals:
 
     @property
     def per_s(self) -> float:
-        """Arrivals a second, and one more than were seen; infinite without a load."""
+        """Arrivals a second, with one more than were counted; infinite before the first load has ended."""
         seconds = sum(end - since for since, end, _ in self._loads)
         return (1 + sum(load[2] for load in self._loads)) / seconds if seconds > 0 else math.inf
 

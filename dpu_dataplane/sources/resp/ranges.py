@@ -266,7 +266,7 @@ class PieceReader:
                 )
         finally:
             self._note_batch(batch, time.monotonic() - began_s, links, len(requests))
-            if self._router.clustered and not state.plan.rate:
+            if self._router.clustered and not state.plan.rate:  # beside decoding, that rate sets the time, not the link
                 self._note_rates(pieces, began_s, list(links_by_node))
             batch.release()
             if not batch.sockets_in_sync and not self._router.clustered:

@@ -352,7 +352,8 @@ class SeveralServers(RespSource):
         known = {address: load_us for address, load_us in loads_us.items() if load_us is not None}
         return Waits(known, self._rates.us_per_byte, self._rates.slow(time.monotonic()))
 
-    def _loads(self) -> dict[str, int | None]:
+    def _loads(self) -> dict[str, int]:
+        """Return the microseconds that each server has reported, 0 if none a moment ago."""
         return {address: server.load_us or 0 for address, server in self._servers.items() if server.takes_load}
 
     @property
@@ -361,7 +362,7 @@ class SeveralServers(RespSource):
         return self._before is not self._placement or bool(self._returned)
 
     def _also(
-        self, segments: Sequence[_Segment], found: Sequence[Found], size: int, loads: Mapping[str, int | None]
+        self, segments: Sequence[_Segment], found: Sequence[Found], size: int, loads: Mapping[str, int]
     ) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
 
