@@ -85,7 +85,8 @@ class HostConfig(Section):
     with vectors of 128 elements, 16 tokens per scale save 0.23 bits per element."""
     chunk_tokens: int = Field(DEFAULT_CHUNK_TOKENS, ge=1, le=TOKENS_MAX)
     """Tokens per chunk, rounded up to whole blocks of the engine. With recurrent state (Mamba, GDN), a chunk is one
-    block."""
+    block. Use 64 for agents with short turns: less of each turn is computed again, and a lookup has four times as many
+    keys."""
     load_tokens_min: int = Field(64, ge=1)
     """Hits that save fewer tokens than this, beyond the engine's own prefix cache, are not loaded."""
     lookup_timeout_s: float = Field(0.5, gt=0, le=60)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import psutil
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Engine, Host, check_cached
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
@@ -165,8 +166,9 @@ def peers(host: Host, python: Path, size: int) -> tuple[list[System], dict[str, 
 
 
 def lmcache(
-    host: Host, python: Path, size: int, name: str, strongest: bool, redis: Child | None, linked: bool, side: Side
-) -> System:
+    host: Host, python: Path, size: int, name: str, strongest: bool, redis: Child | None, linked: bool, side: Side,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+) -> System:  # fmt: skip
     """Start LMCache's server, for engines at one end of the network.
 
     Args:
@@ -175,7 +177,9 @@ def lmcache(
     """
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
     with side():
-        daemon = host.stack.enter_context(lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest))
+        daemon = host.stack.enter_context(
+            lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest, chunk_tokens=chunk_tokens)
+        )
     address, _, port = daemon.address.rpartition(":")
 
     def in_memory(chunks: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import psutil
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.peers import driver
 from shadowserve_tools.bench.peers.contender import Contender, Field, family
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
@@ -184,6 +185,7 @@ def lmcache_daemon(
     serde: Serde = "",
     adapter: Adapter = "resp",
     strongest: bool = True,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> Iterator[LMCacheDaemon]:
     """Run a server of LMCache's multiprocess mode, one for a host.
 
@@ -204,6 +206,7 @@ def lmcache_daemon(
         "--http-port": str(http),
         "--l1-size-gb": str(max(1, -(-size * 3 // 2 >> 30))),
         "--eviction-policy": "LRU",
+        "--chunk-size": str(chunk_tokens),
         "--supported-transfer-mode": "engine_driven",  # the default of a worker on a CPU
     }
     if strongest:
