@@ -10,7 +10,7 @@ its own. ShadowServe's engine keeps what it has learned over the restart, as by 
 and LMCache's multiprocess server (its strongest mode: shared memory, one more worker) in memory of the engine's host;
 ShadowServe without memory there, with a storage node behind a link, and LMCache with its memory there and tuned Redis
 behind the link (at the restart the memory is emptied, as if the agents went on at another host). Turns are shorter than
-the default chunk of 256 tokens, so both caches use ``--chunk-tokens`` (both serve more tokens per second with 64).
+the default chunk of 256 tokens, so both caches have smaller chunks: both serve more tokens per second with 64.
 
 ``tokens_per_s`` is prompt and output tokens over the time of both halves. ``prefill_saved_s`` is the time of steps that
 compute prompts, less than without a cache. ``same_first_tokens`` is the share of answers that begin as without a
@@ -156,14 +156,14 @@ class _Run:
 )  # fmt: skip
 @shape_options(8, 512, 16, 128)
 @whole("--agents", 4, "Agents.", 2)
-@whole("--turns", 20, "Turns of each agent, without those of its subagents.", 4, 200)
+@whole("--turns", 30, "Turns of each agent, without those of its subagents.", 4, 200)
 @whole("--system-tokens", 512, "Tokens of the system prompt, which all agents share.")
 @whole("--turn-tokens", 160, "Tokens that a turn adds, such as a tool's result.")
 @whole("--output-tokens", 16, "Tokens of an answer.", 2, 128)
 @real("--pause", 0.1, "Seconds from an answer to the next turn.", 0, 60)
 @real("--link link", 4.0, "Rate of the link between engine and stores, in Gbit/s.", 0.1, 100)
 @whole("--chunk-tokens", 64, "Tokens per chunk of both caches.", 16, 4096)
-@repeats_option(3, "Rounds: each system serves once in each.")
+@repeats_option(2, "Rounds: each system serves once in each.")
 @listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(list(SYSTEMS)))
 @peers_option
 def agents(
