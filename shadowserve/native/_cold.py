@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shadowserve.native._index import INDEX_KEY_BYTES
-from shadowserve.native._library import Result, check, ffi, lib
+from shadowserve.native._library import Result, check, ffi, lib, numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,25 +30,8 @@ __all__ = [
 COLD_OBJECT: Final = struct.Struct("<IIIIIIHxx20s")
 """An object by its entries and its footer (``struct ss_cold_object``): bytes of the object, position of its entries,
 their number, bytes of the tenant's name, hour of the last use, bytes of the longest record, partition, digest."""
-COLD_OBJECT_DTYPE: Final = np.dtype(
-    [
-        *((name, "<u4") for name in ("size", "begin", "records", "tenant_length", "used_h", "longest")),
-        ("partition", "<u2"),
-        ("reserved", "<u2"),
-        ("digest", "S20"),
-    ]
-)
-COLD_ROW_DTYPE: Final = np.dtype(
-    [
-        ("written_s", "<f8"),
-        *((name, "<u4") for name in ("number", "tenant", "size", "seen", "used_h")),
-        ("partition", "<u2"),
-        ("state", "u1"),
-        ("reserved", "u1"),
-        ("digest", "S20"),
-        ("padding", "<u4"),
-    ]
-)
+COLD_OBJECT_DTYPE: Final = numpy_dtype("struct ss_cold_object")
+COLD_ROW_DTYPE: Final = numpy_dtype("struct ss_cold_row")
 """The table's entry of an object (``struct ss_cold_row``)."""
 
 _OBJECT_BYTES_MIN: Final = 96

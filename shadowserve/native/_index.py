@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
-from shadowserve.native._library import check, ffi, lib
+from shadowserve.native._library import check, ffi, lib, numpy_dtype
 
 if TYPE_CHECKING:
     from array import array
@@ -23,10 +23,10 @@ __all__ = [
     "Extents",
     "Index",
     "IndexEntry",
-    "IndexFlag",
+    "RecordFlag",
     "IndexPlace",
     "IndexPolicy",
-    "IndexRecordKind",
+    "RecordKind",
     "IndexPurge",
     "IndexTotals",
     "ReplayCounts",
@@ -38,26 +38,7 @@ ANY: Final = -1
 """All tenants, or all devices."""
 NO_PARENT: Final = bytes(INDEX_KEY_BYTES)
 
-INDEX_RECORD_DTYPE: Final = np.dtype(
-    [
-        ("kind", "u1"),
-        ("flags", "u1"),
-        ("device", "u1"),
-        ("name_blocks", "u1"),
-        ("tenant", "<u2"),
-        ("reserved", "<u2"),
-        ("extent", "<u4"),
-        ("length", "<u4"),
-        ("header_length", "<u4"),
-        ("accessed_s", "<u4"),
-        ("pinned_until_s", "<u4"),
-        ("generation", "<u4"),
-        ("expires_at_ms", "<u8"),
-        ("key", "u1", INDEX_KEY_BYTES),
-        ("parent", "u1", INDEX_KEY_BYTES),
-        ("padding", "u1", 24),
-    ]
-)
+INDEX_RECORD_DTYPE: Final = numpy_dtype("struct ss_index_record", "u1")
 """One record of a device's log and snapshot (``struct ss_index_record``), 128 bytes."""
 
 _NULL: Final = ffi.NULL
@@ -74,7 +55,7 @@ class IndexPolicy(enum.IntEnum):
     FREQUENCY = 2
 
 
-class IndexRecordKind(enum.IntEnum):
+class RecordKind(enum.IntEnum):
     """Kind of a record (``enum ss_index_record_kind``)."""
 
     PUT = 1
@@ -86,7 +67,7 @@ class IndexRecordKind(enum.IntEnum):
     TENANT = 7
 
 
-class IndexFlag(enum.IntFlag):
+class RecordFlag(enum.IntFlag):
     """Flags of an object (``enum ss_index_flags``)."""
 
     RECORD = 1
@@ -96,8 +77,8 @@ class IndexFlag(enum.IntFlag):
 
 
 # Operators of enum.IntFlag are slow Python functions. These plain integers are needed for each put.
-_PUT: Final = int(IndexRecordKind.PUT)
-_NAMED: Final = int(IndexFlag.NAMED)
+_PUT: Final = int(RecordKind.PUT)
+_NAMED: Final = int(RecordFlag.NAMED)
 
 
 class IndexPurge(enum.IntEnum):

@@ -6,7 +6,9 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
+
+import numpy as np
 
 import shadowserve
 from shadowserve.errors import NativeError, NotInstalledError
@@ -14,29 +16,12 @@ from shadowserve.errors import NativeError, NotInstalledError
 _BUILD: Final = "run 'make setup', or 'pip install -e .', in a checkout"
 
 try:
-    from shadowserve._cffi import ffi
+    from shadowserve._cffi import ffi as ffi
 except ImportError as error:
     raise NotInstalledError("the C core is not built: shadowserve/_cffi.py is missing", _BUILD) from error
 
 if TYPE_CHECKING:
     from shadowserve._cffi import _Lib
-
-__all__ = [
-    "ABI_VERSION",
-    "Closing",
-    "Codec",
-    "Isa",
-    "MemoryKind",
-    "Origin",
-    "Result",
-    "Stage",
-    "check",
-    "device_error",
-    "ffi",
-    "lib",
-    "library_path",
-    "result_text",
-]
 
 ABI_VERSION: Final = 16
 
@@ -195,6 +180,21 @@ def check(code: int, operation: str, *, device: bool = False) -> None:
     elif device and (text := device_error()):
         cause = f"{cause} (device: {text})"
     raise NativeError(f"{operation} failed: {cause}; {advice}", result)
+
+
+def numpy_dtype(struct: str, bytes_kind: Literal["S", "u1"] = "S") -> "np.dtype[np.void]":
+    """Return a struct as a numpy dtype: enums and pointers become integers; arrays of bytes, ``bytes_kind``."""
+    fields = ffi.typeof(struct).fields
+    formats = []
+    for _, field in fields:
+        size, name = ffi.sizeof(field.type), field.type.cname
+        if field.type.kind == "array":
+            formats.append(f"S{size}" if bytes_kind == "S" else f"{size}u1")
+        else:
+            formats.append(f"{'f' if name == 'double' else 'i' if name.startswith('int') else 'u'}{size}")
+    offsets = [field.offset for _, field in fields]
+    names = [name for name, _ in fields]
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
 
 
 def library_path() -> str:

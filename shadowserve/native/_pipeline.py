@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.errors import NativeError
 from shadowserve.native._channels import Channels
-from shadowserve.native._library import Closing, MemoryKind, Origin, Result, Stage, check, ffi, lib
+from shadowserve.native._library import Closing, MemoryKind, Origin, Result, Stage, check, ffi, lib, numpy_dtype
 from shadowserve.native._memory import Region
 from shadowserve.native._tls import TlsSession
 
@@ -39,29 +39,17 @@ LAYERS_MAX: Final = 4096
 _ERROR_TEXT_SIZE: Final = 512
 
 
-def _numpy_dtype(struct: str) -> np.dtype[np.void]:
-    """Return a struct as a numpy dtype: enums and pointers become integers, arrays of characters byte strings."""
-    fields = ffi.typeof(struct).fields
-    formats = []
-    for _, field in fields:
-        kind = "S" if field.type.kind == "array" else "i" if field.type.cname.startswith("int") else "u"
-        formats.append(f"{kind}{ffi.sizeof(field.type)}")
-    offsets = [field.offset for _, field in fields]
-    names = [name for name, _ in fields]
-    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": ffi.sizeof(struct)})
-
-
-SLICE_DTYPE: Final = _numpy_dtype("struct ss_slice")
+SLICE_DTYPE: Final = numpy_dtype("struct ss_slice")
 """``struct ss_slice`` as a numpy dtype: an array of it goes to the C core without a copy."""
 
-PIECE_DTYPE: Final = _numpy_dtype("struct ss_piece")
+PIECE_DTYPE: Final = numpy_dtype("struct ss_piece")
 """``struct ss_piece`` as a numpy dtype. ``key`` is padded with zero bytes; ``key_length`` is its length.
 
 ``origin`` is an :class:`Origin`: SERVER, or any other one for a piece whose body :meth:`Batch.supply` supplies.
 :class:`Batch` fills in ``memory``, an address.
 """
 
-TRACE_DTYPE: Final = _numpy_dtype("struct ss_trace_event")
+TRACE_DTYPE: Final = numpy_dtype("struct ss_trace_event")
 """``struct ss_trace_event`` as a numpy dtype. Times are those of ``time.monotonic_ns()``."""
 
 

@@ -22,23 +22,17 @@ from typing import Any, Final
 import numpy as np
 
 from shadowserve.errors import ConfigurationError, DeviceError
-from shadowserve.native import Extents
+from shadowserve.native import OBJECT_HEADER_BYTES, Extents
 from shadowserve.pool.interleaver import Interleaver
 from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
-BLOCK_BYTES: Final = 4096
-FIXED_HEADER_BYTES: Final = 2048
 _HUGE_PAGE_BYTES: Final = 2 << 20
 _MEASURED_BYTES: Final = 8 << 20
 _MAP_HUGETLB: Final = 0x40000
 _MPOL_PREFERRED: Final = 1
 _MBIND_NUMBERS: Final = {"x86_64": 237, "aarch64": 235}
 _NODES: Final = Path("/sys/devices/system/node")
-
-
-def object_blocks(length: int) -> int:
-    """Return the blocks of an object with a value of ``length`` bytes, in memory or on a device."""
-    return -(-(FIXED_HEADER_BYTES + length) // BLOCK_BYTES)
 
 
 def memory_nodes(folder: Path = _NODES) -> list[int]:
@@ -109,7 +103,7 @@ class Buffer:
 
     def value(self, start: int, end: int) -> memoryview:
         """Return the bytes ``[start, end)`` of the value of the object that begins here, read-only."""
-        begin = self.first * BLOCK_BYTES + FIXED_HEADER_BYTES
+        begin = self.first * BLOCK_BYTES + OBJECT_HEADER_BYTES
         return self.arena.readable[begin + start : begin + end]
 
 
@@ -192,7 +186,7 @@ class Arenas:
         The loan ends with :meth:`end_loan`, or with the last view. So the memory of a value that was refused, or whose
         client has left, is freed without any call.
         """
-        address = buffer.address + FIXED_HEADER_BYTES
+        address = buffer.address + OBJECT_HEADER_BYTES
         loan = self._loans[address] = _Loan(buffer)
         self.lent_bytes += buffer.size
         returned = self._returned  # not self: the views must not keep the pool alive
@@ -200,7 +194,7 @@ class Arenas:
         def give_back(_: Any) -> None:
             returned.append(loan)  # runs in any thread with any lock held, so it does nothing else
 
-        array = np.frombuffer(buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + length), dtype=np.uint8)
+        array = np.frombuffer(buffer.view(OBJECT_HEADER_BYTES, OBJECT_HEADER_BYTES + length), dtype=np.uint8)
         loan.reference = weakref.ref(array, give_back)
         return memoryview(array)
 
@@ -228,7 +222,7 @@ class Arenas:
     def _end(self, loan: _Loan) -> None:
         if not loan.ended:
             loan.ended = True
-            del self._loans[loan.buffer.address + FIXED_HEADER_BYTES]
+            del self._loans[loan.buffer.address + OBJECT_HEADER_BYTES]
             self.lent_bytes -= loan.buffer.size
             self.release(loan.buffer)
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from shadowserve.native import ANY, Index, IndexFlag
+from shadowserve.native import ANY, Index
 from shadowserve.pool.arena import Arenas
 from shadowserve.pool.changes import REMOVED, Changes
 from shadowserve.pool.clears import Clears
 from shadowserve.pool.disk import Disk, Extent, Quarantined
-from shadowserve.pool.entries import CHUNK_KEY_BYTES, MEMORY_ONLY, Entry
+from shadowserve.pool.entries import CHUNK_KEY_BYTES, MEMORY_ONLY, NAMED, Entry
 from shadowserve.pool.memory_cache import MemoryCache
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.pins import Pins
@@ -22,7 +22,6 @@ from shadowserve.pool.write_states import OldCopy, Writes
 
 _NOT_THE_EXTENTS: Final = frozenset({"device_gone", "no_memory", "stale", "reassigned"})
 """Reasons for dropping an object that say nothing about its extent."""
-_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class Waker:
@@ -214,7 +213,7 @@ class Core:
                 logged, remember = True, False  # the log has a CLEAR record already
             else:
                 self.clears.count_change(entry.tenant, -1)
-        if self.changes is not None and not logged and not entry.fields.flags & _NAMED:
+        if self.changes is not None and not logged and not entry.fields.flags & NAMED:
             self.changes.note(entry.tenant, REMOVED, entry.key)
         write = self.writes.cancel(entry.slot, False)
         if disk is not None and disk.gone is None:

@@ -1,20 +1,18 @@
 """A pool over devices: they hold the values, and memory caches some."""
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
-from shadowserve.native import NO_PARENT, IndexFlag, IndexPlace
-from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer, object_blocks
+from shadowserve.native import NO_PARENT, OBJECT_HEADER_BYTES, IndexPlace, RecordFlag
+from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, ParsedKey, PoolItem, chunk_key, parse_key
+from shadowserve.pool.entries import MEMORY_ONLY, NAMED, Entry, ParsedKey, PoolItem, chunk_key, parse_key
 from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
+from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
 from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
 from shadowserve.pool.writes import WRITABLE_SHARE, joined
-
-_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class DevicePool(Pool):
@@ -70,7 +68,7 @@ class DevicePool(Pool):
             return None
         entry = self._unless_cleared(Entry(*found))
         # A client can make a chunk key from another key's digest.
-        if entry is None or (entry.fields.flags & _NAMED == 0) != (name is None):
+        if entry is None or (entry.fields.flags & NAMED == 0) != (name is None):
             return None
         expires_at_ms = entry.fields.expires_at_ms
         if expires_at_ms and expires_at_ms <= self._clock_ms():
@@ -158,7 +156,7 @@ class DevicePool(Pool):
     # ---- Writing
 
     def allocate(self, size: int, ready: Callable[[], None]) -> memoryview | None:
-        blocks = object_blocks(size)
+        blocks = blocks_of(size)
         if blocks * BLOCK_BYTES > self._core.arenas.largest_bytes // WRITABLE_SHARE:
             raise MemoryError(
                 f"a value of {size} bytes is more than half of an arena; give memory_budget_bytes more for such values"
@@ -192,7 +190,7 @@ class DevicePool(Pool):
             return self._writer.refused(refusal)
         parsed = parse_key(address)
         old = self._present(parsed)
-        blocks = object_blocks(len(value))
+        blocks = blocks_of(len(value))
         self._check_size(len(value), blocks)
         under_way = self._writer.bytes_under_way
         if under_way and under_way + blocks * BLOCK_BYTES > self._config.write_bytes_under_way_max:
@@ -207,7 +205,7 @@ class DevicePool(Pool):
             buffer = self._space.memory(blocks, parent, parsed[1])
             if buffer is None:
                 raise self._waiting.busy_error("all of the pool's memory is in use")
-            buffer.view(FIXED_HEADER_BYTES, FIXED_HEADER_BYTES + len(value))[:] = value
+            buffer.view(OBJECT_HEADER_BYTES, OBJECT_HEADER_BYTES + len(value))[:] = value
         try:
             ticket = self._store(parsed, buffer, len(value), header_bytes, expires_at_ms, parent)
         except BaseException:
@@ -251,7 +249,7 @@ class DevicePool(Pool):
                 now_s=core.now_s(),
                 header_length=header_bytes,
                 name=name,
-                flags=IndexFlag.RECORD if header_bytes else 0,
+                flags=RecordFlag.RECORD if header_bytes else 0,
                 expires_at_ms=expires_at_ms or 0,
                 generation=core.next_generation(),
                 parent=parent,
@@ -260,7 +258,7 @@ class DevicePool(Pool):
             self._entered(parsed, length, header_bytes, old)
         except BaseException:
             if disk is not None:
-                disk.free((extent, object_blocks(length) * BLOCK_BYTES))
+                disk.free((extent, blocks_of(length) * BLOCK_BYTES))
             raise
         core.memory_cache.keep(slot, buffer)
         self._peak_bytes = max(self._peak_bytes, core.used_bytes())

@@ -11,10 +11,10 @@ from typing import Final
 from shadowserve.block import Operation
 from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
-from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.disk_log import DiskLog
 from shadowserve.pool.interleaver import BandwidthMeter
 from shadowserve.pool.types import ENTRIES_PER_HOLD
+from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.volume.volume import Volume
 

@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from shadowserve.native import RecordFlag, RecordKind
 from shadowserve.pool.types import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.format import RecordFlag, RecordKind, pack_record
+from shadowserve.pool.volume.format import pack_record
 from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.pool.volume.volume import Volume
 

@@ -8,10 +8,10 @@ import hashlib
 from binascii import unhexlify
 from typing import Final
 
-from shadowserve.native import IndexEntry, ObjectFields
-from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
+from shadowserve.native import IndexEntry, ObjectFields, RecordFlag
+from shadowserve.pool.arena import Buffer
 from shadowserve.pool.types import Address, Item
-from shadowserve.pool.volume.format import object_fields
+from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of, object_fields
 
 _PREFIX: Final = b"kv:"
 CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
@@ -49,6 +49,7 @@ def chunk_key(key: bytes) -> bytes:
     return _PREFIX + key.hex().encode()
 
 
+NAMED: Final = int(RecordFlag.NAMED)  # an int, since operators of IntFlag are slow
 MEMORY_ONLY: Final = 255
 """Device number of objects that are in memory alone. Their ``extent`` is the memory that they take besides the
 value."""
@@ -71,7 +72,7 @@ class Entry:
 
     @property
     def blocks(self) -> int:
-        return object_blocks(self.length)
+        return blocks_of(self.length)
 
     @property
     def size(self) -> int:

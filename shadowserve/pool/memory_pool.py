@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, Final
 
-from shadowserve.native import IndexFlag
+from shadowserve.native import RecordFlag
 from shadowserve.pool import buffers
 from shadowserve.pool.changes import REMOVED
 from shadowserve.pool.core import Core
@@ -283,7 +283,7 @@ class MemoryPool(Pool):
             length=item.length,
             now_s=core.turn_s,
             header_length=item.header_bytes,
-            flags=IndexFlag.RECORD if item.header_bytes else 0,
+            flags=RecordFlag.RECORD if item.header_bytes else 0,
             expires_at_ms=item.expires_at_ms or 0,
             generation=core.next_generation(),
             parent=parent,

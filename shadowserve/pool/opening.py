@@ -14,9 +14,9 @@ import numpy as np
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
-from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexFlag, IndexPolicy
+from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexPolicy, RecordFlag
 from shadowserve.native import BlockDevice as NativeDevice
-from shadowserve.pool.arena import BLOCK_BYTES, Arenas, Registration
+from shadowserve.pool.arena import Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Admission, Core, Waker
@@ -27,7 +27,7 @@ from shadowserve.pool.space import Space
 from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, TENANTS_MAX
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
-from shadowserve.pool.volume.format import FormatError
+from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError
 from shadowserve.pool.volume.formatting import check_empty, fit_file
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 from shadowserve.pool.volume.volume import Volume
@@ -376,7 +376,7 @@ def _count_entries(core: Core) -> None:
         first = False
         cursor, count = core.index.dump(cursor, records)
         some = records[:count]
-        heads = some[(some["flags"] & IndexFlag.RECORD) != 0]
+        heads = some[(some["flags"] & RecordFlag.RECORD) != 0]
         for tenant in np.unique(heads["tenant"]):
             lengths = heads["length"][heads["tenant"] == tenant]
             for counters in core.counters.of(int(tenant)):

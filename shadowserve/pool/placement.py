@@ -8,12 +8,12 @@ proportion when memory drops it. With ``memory_homes`` it is in memory alone, as
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
 from shadowserve.pool.space import Space
+from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
 
 
 class Location(NamedTuple):
@@ -50,7 +50,7 @@ class Placement:
         ``parent``: key of the previous chunk, or empty. ``old``: the replaced entry, which may be evicted for it.
         """
         core = self._core
-        size = object_blocks(length) * BLOCK_BYTES
+        size = blocks_of(length) * BLOCK_BYTES
         now_ms = core.clock_ms()
         may = [disk.takes_objects(size, now_ms) for disk in core.disks]
         if not any(may):  # an error is better than an OK for a value that the next start would lose

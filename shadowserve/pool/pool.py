@@ -11,11 +11,11 @@ from typing import ClassVar, Final, Self
 
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import ConfigurationError
-from shadowserve.native import ANY, IndexFlag
+from shadowserve.native import ANY
 from shadowserve.pool.changes import REMOVED, STORED, Changes, Read
 from shadowserve.pool.config import PoolConfig
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import Entry, ParsedKey
+from shadowserve.pool.entries import NAMED, Entry, ParsedKey
 from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.opening import Found, Opened, open_devices, open_parts
 from shadowserve.pool.reads import Completion, Reader
@@ -29,7 +29,6 @@ from shadowserve.pool.volume.volume import Call
 from shadowserve.pool.writes import WaitingWriters, Writer, joined
 
 _TURN_MS: Final = 100
-_NAMED: Final = int(IndexFlag.NAMED)  # an int, since operators of IntFlag are slow
 
 
 class Pool(ABC):
@@ -414,7 +413,7 @@ class Pool(ABC):
     def _entered(self, parsed: ParsedKey, length: int, header_bytes: int, old: Entry | None) -> None:
         core, (tenant, key, name) = self._core, parsed
         if core.changes is not None:
-            was_chunk = old is not None and not old.fields.flags & _NAMED
+            was_chunk = old is not None and not old.fields.flags & NAMED
             if was_chunk != (name is None):
                 core.changes.note(tenant, REMOVED if was_chunk else STORED, key)
         if header_bytes:

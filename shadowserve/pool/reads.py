@@ -18,13 +18,14 @@ from typing import Final
 
 from shadowserve.block import Operation, Priority
 from shadowserve.errors import is_passing
-from shadowserve.native import Result, check_object, object_unit
-from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer
+from shadowserve.native import OBJECT_HEADER_BYTES, Result, check_object, object_unit
+from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.space import Space
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Lease
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
 _WHOLE_BYTES: Final = 256 << 10
 """Objects up to this size are read whole: on any SSD the time is the same."""
@@ -82,7 +83,7 @@ class _Read:
         """Leading units whose parts have ended."""
         for number, (offset, _) in enumerate(self.parts):
             if number not in self.ended:
-                return max(0, offset - FIXED_HEADER_BYTES) // object_unit(self.entry.length)
+                return max(0, offset - OBJECT_HEADER_BYTES) // object_unit(self.entry.length)
         return self.units
 
     def has(self, end: int) -> bool:
@@ -268,14 +269,14 @@ class Reader:
             first, end = read.sound, read.units_there
             if first == end:
                 return None
-            data = buffer.view(FIXED_HEADER_BYTES + first * object_unit(entry.length), buffer.size)
-            failure = failure_of(entry, None, buffer.view(0, FIXED_HEADER_BYTES), first, end - first, data)
+            data = buffer.view(OBJECT_HEADER_BYTES + first * object_unit(entry.length), buffer.size)
+            failure = failure_of(entry, None, buffer.view(0, OBJECT_HEADER_BYTES), first, end - first, data)
             read.sound = first if failure else end  # last: other threads give out units that were checked
             return failure
         data = buffer.view(
-            FIXED_HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + FIXED_HEADER_BYTES, buffer.size
+            OBJECT_HEADER_BYTES if read.first_unit == 0 else BLOCK_BYTES + OBJECT_HEADER_BYTES, buffer.size
         )
-        return failure_of(entry, read.verdict, buffer.view(0, FIXED_HEADER_BYTES), read.first_unit, read.units, data)
+        return failure_of(entry, read.verdict, buffer.view(0, OBJECT_HEADER_BYTES), read.first_unit, read.units, data)
 
     def finish(self, reads: list[_Read], completions: list[Completion]) -> None:
         for read in reads:
@@ -348,7 +349,7 @@ def failure_of(
 def _parts(length: int, first_unit: int, units: int) -> list[tuple[int, int]]:
     """Return offsets and lengths to read for some units of an object, in blocks. The object's header comes first."""
     unit = object_unit(length)
-    end = min(FIXED_HEADER_BYTES + (first_unit + units) * unit, FIXED_HEADER_BYTES + length)
+    end = min(OBJECT_HEADER_BYTES + (first_unit + units) * unit, OBJECT_HEADER_BYTES + length)
     end = -(-end // BLOCK_BYTES) * BLOCK_BYTES
     if first_unit == 0:
         return [(0, end)]

@@ -13,14 +13,15 @@ from typing import Final
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import is_passing
-from shadowserve.native import ANY, Result, object_unit
-from shadowserve.pool.arena import BLOCK_BYTES, FIXED_HEADER_BYTES, Buffer
+from shadowserve.native import ANY, OBJECT_HEADER_BYTES, Result, object_unit
+from shadowserve.pool.arena import Buffer
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Quarantined
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.reads import failure_of
 from shadowserve.pool.volume.device import Pages
+from shadowserve.pool.volume.format import BLOCK_BYTES
 
 _BETWEEN_MS: Final = 1_000
 _WAIT_LONGEST_MS: Final = 3_600_000
@@ -227,7 +228,7 @@ class Scrubber:
                 check.failure = "io_error"
                 continue
             entry, buffer = check.entry, check.buffer
-            header, data = buffer.view(0, FIXED_HEADER_BYTES), buffer.view(FIXED_HEADER_BYTES, buffer.size)
+            header, data = buffer.view(0, OBJECT_HEADER_BYTES), buffer.view(OBJECT_HEADER_BYTES, buffer.size)
             check.failure = failure_of(entry, check.verdict, header, 0, _units(entry), data)
 
     def finish(self, checks: list[_Check]) -> None:

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
-from shadowserve.pool.arena import BLOCK_BYTES, Buffer, object_blocks
+from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.entries import MEMORY_ONLY, Entry, chunk_key
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
+from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 EVICTION_CAUSES: Final = ("budget", "device", "memory", "quota")
@@ -220,7 +221,7 @@ class Space:
         Extents of evicted objects become free some milliseconds later, when the log is durable. If
         :attr:`Disk.is_freeing` is False, nothing on the device may be evicted.
         """
-        blocks = object_blocks(length)
+        blocks = blocks_of(length)
         size = blocks * BLOCK_BYTES
         if size > disk.capacity_bytes:
             return None

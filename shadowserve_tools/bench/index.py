@@ -84,8 +84,8 @@ def _records(begin: int, end: int) -> Records:
     """Return the snapshot records of the objects from ``begin`` to before ``end``."""
     numbers = np.arange(begin, end, dtype=np.uint64)
     records = np.zeros(end - begin, native.INDEX_RECORD_DTYPE)
-    records["kind"] = native.IndexRecordKind.PUT
-    records["flags"] = native.IndexFlag.RECORD
+    records["kind"] = native.RecordKind.PUT
+    records["flags"] = native.RecordFlag.RECORD
     records["tenant"] = numbers // _CHAIN % _TENANTS
     records["extent"] = numbers * native.blocks_of(_LENGTH) % (_DISK_BLOCKS - native.blocks_of(_LENGTH))
     records["length"] = _LENGTH

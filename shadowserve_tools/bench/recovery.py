@@ -28,7 +28,7 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, SEGMENT_BYTES, SEGMENT_CHUNKS
-from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, IndexFlag, IndexRecordKind
+from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, RecordFlag, RecordKind
 from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, Listed
@@ -38,7 +38,7 @@ from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.index_objects import index_name, pack
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import Place, finish, parse_name
-from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.pool.volume.format import pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
 from shadowserve_tools.processes import Programs
@@ -227,7 +227,7 @@ def _fill(index: Index, objects: int, first: int, *, named: bool) -> bytes:
     """Add objects to an index, on extents from ``first`` on; return their keys."""
     keys = np.random.default_rng(0).bytes(32 * objects)
     records = np.zeros(objects, INDEX_RECORD_DTYPE)
-    records["kind"], records["flags"] = IndexRecordKind.PUT, IndexFlag.NAMED if named else IndexFlag.RECORD
+    records["kind"], records["flags"] = RecordKind.PUT, RecordFlag.NAMED if named else RecordFlag.RECORD
     records["extent"] = first + np.arange(objects)
     records["length"] = _OBJECT_BYTES - 2048
     records["generation"] = np.arange(objects)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from shadowserve import native
 from shadowserve.errors import NativeError
-from shadowserve.native import ANY, NO_PARENT, Extents, Index, IndexEntry, IndexFlag, IndexPolicy, IndexRecordKind
+from shadowserve.native import ANY, NO_PARENT, Extents, Index, IndexEntry, IndexPolicy, RecordFlag, RecordKind
 
 KEYS = [hashlib.sha256(b"%d" % number).digest() for number in range(24)]
 DEVICES = 2
@@ -59,7 +59,7 @@ class LruModel(RuleBasedStateMachine):
         parent = KEYS[number - 1] if number % 3 else native.NO_PARENT
         if parent != native.NO_PARENT and (tenant, number - 1) not in self.objects:
             return  # the C tests cover the place of an absent parent
-        arguments = {"device": device, "length": length, "flags": IndexFlag.RECORD, "generation": now_s}
+        arguments = {"device": device, "length": length, "flags": RecordFlag.RECORD, "generation": now_s}
         if len(self.objects) == OBJECTS_MAX and (tenant, number) not in self.objects:
             with pytest.raises(NativeError, match="of at most 16"):
                 self.index.insert(tenant, KEYS[number], now_s=now_s, parent=parent, **arguments)
@@ -172,7 +172,7 @@ def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None
         extent=0x1020304,
         length=70_000,
         header_length=2048,
-        flags=IndexFlag.RECORD | IndexFlag.NAMED,
+        flags=RecordFlag.RECORD | RecordFlag.NAMED,
         name_blocks=native.blocks_of(70_000, 5000) - native.blocks_of(70_000),
         expires_at_ms=1 << 41,
         pinned_until_s=77,
@@ -186,7 +186,7 @@ def test_a_record_has_the_same_bytes_by_struct_numpy_and_c(index: Index) -> None
     assert records[0].tobytes() == entry.pack() and IndexEntry.unpack(entry.pack()) == entry
     assert entry.blocks == native.blocks_of(70_000, 5000) == native.object_bytes(70_000, bytes(5000)) // 4096
     assert {name: records[0][name].tolist() for name in ("kind", "tenant", "extent", "generation", "accessed_s")} == {
-        "kind": IndexRecordKind.PUT,
+        "kind": RecordKind.PUT,
         "tenant": 0x1234,
         "extent": 0x1020304,
         "generation": 0xFFFFFFFE,

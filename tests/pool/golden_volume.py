@@ -11,7 +11,8 @@ from pathlib import Path
 from simulated_device import BLOCK_BYTES, SimulatedDevice
 from volume_support import SMALL, Store, device_of, index_key
 
-from shadowserve.pool.volume.format import RecordKind, pack_record
+from shadowserve.native import RecordKind
+from shadowserve.pool.volume.format import pack_record
 
 GOLDEN = Path(__file__).parents[1] / "assets" / "volumes" / "version-1.bin"
 NAME = b"a name that is longer than one piece of eighty bytes, so that its text takes two records of the log"

@@ -9,9 +9,9 @@ from simulated_device import SimulatedDevice
 from store_conformance import StoreConformance
 from store_driver import Clock, Driver
 
-from shadowserve.pool.arena import BLOCK_BYTES, object_blocks
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.pool import Pool
+from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
 from shadowserve.pool.volume.tickets import OutOfBudgetError
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ class DeviceConformance(StoreConformance):
     """Objects occupy whole blocks."""
 
     def cost(self, key: bytes, size: int) -> int:
-        return object_blocks(size) * BLOCK_BYTES
+        return blocks_of(size) * BLOCK_BYTES
 
 
 class TestPoolOfMemory(StoreConformance):

@@ -30,9 +30,9 @@ from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import RecordError
 from shadowserve.native import Result
 from shadowserve.pieces import Flags
-from shadowserve.pool.arena import BLOCK_BYTES
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
+from shadowserve.pool.volume.format import BLOCK_BYTES
 from shadowserve.record import parse_header
 
 _KNOWN_MAX: Final = 65_536  # record layouts that are cached: 16 Mi tokens at 256 tokens a chunk

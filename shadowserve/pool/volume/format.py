@@ -8,17 +8,15 @@ raise :class:`FormatError` for a message to the user.
 import struct
 import zlib
 from dataclasses import dataclass, replace
-from enum import IntEnum, IntFlag
 from typing import Any, Final, NamedTuple
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.native import IndexEntry, ObjectFields
+from shadowserve.native import NO_PARENT, OBJECT_HEADER_BYTES, IndexEntry, ObjectFields, RecordKind
 
 VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
 RECORD_BYTES: Final = 128
 RECORDS_PER_BLOCK: Final = 31
-OBJECT_HEADER_BYTES: Final = 2048
 SUPERBLOCK_OFFSETS: Final = (0, 1 << 20)
 """The copies are so far apart that overwriting a device's beginning (a partition table, mkfs) leaves one."""
 NAME_PIECE_BYTES: Final = 80
@@ -35,7 +33,6 @@ HEADER_MAGICS: Final = (_SUPERBLOCK_MAGIC, LOG_MAGIC, SNAPSHOT_MAGIC, _HEADER_MA
 _SUPERBLOCK: Final = struct.Struct("<8sHHI16s16sQQQIIQQQQQQQQ")
 _BLOCK: Final = struct.Struct("<4sHHI4x16sQQQQ")
 _SNAPSHOT: Final = struct.Struct("<4sHHI4x16sQQQQQQQ")
-_RECORD: Final = struct.Struct("<BBBBHxxIIIIIIQ32s32s24x")
 _NAME: Final = struct.Struct("<BBBxHHII32s80s")
 _RECORDS_OFFSET: Final = 128
 _CRC_AT_SUPERBLOCK: Final = 12
@@ -44,26 +41,6 @@ _CRC_AT_BLOCK: Final = 8
 
 class FormatError(ShadowServeError):
     """The content of a device cannot be used; the message says what it is and what to do."""
-
-
-class RecordKind(IntEnum):
-    """Kind of a record in log or snapshot (``enum ss_index_record_kind``); the index ignores the last two."""
-
-    PUT = 1
-    REMOVE = 2
-    EXPIRE = 3
-    PIN = 4
-    CLEAR = 5
-    NAME = 6
-    TENANT = 7
-
-
-class RecordFlag(IntFlag):
-    """Flags of a PUT's object (``enum ss_index_flags``), and EVERY_TENANT of a CLEAR."""
-
-    RECORD = 1
-    NAMED = 2
-    EVERY_TENANT = 0x80
 
 
 def blocks_of(length: int, name_blocks: int = 0) -> int:
@@ -314,22 +291,8 @@ def pack_record(
     expires_at_ms: int = 0,
 ) -> bytes:
     """Return one record of 128 bytes (``struct ss_index_record``); ``key`` has 32 bytes, or none."""
-    return _RECORD.pack(
-        kind,
-        flags,
-        0,
-        0,
-        tenant,
-        extent,
-        length,
-        0,
-        0,
-        pinned_until_s,
-        generation,
-        expires_at_ms,
-        key,
-        b"",
-    )
+    fields = tenant, extent, length, 0, 0, pinned_until_s, generation, expires_at_ms, key, NO_PARENT
+    return IndexEntry(kind, flags, 0, 0, *fields).pack()
 
 
 def pack_name(kind: RecordKind, tenant: int, key: bytes, name: bytes) -> bytes:

@@ -12,15 +12,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, IndexEntry, Result, check_object, object_units
-from shadowserve.pool.volume.format import (
-    BLOCK_BYTES,
+from shadowserve.native import (
+    INDEX_RECORD_DTYPE,
     OBJECT_HEADER_BYTES,
+    IndexEntry,
     RecordFlag,
     RecordKind,
-    blocks_of,
-    object_fields,
+    Result,
+    check_object,
+    object_units,
 )
+from shadowserve.pool.volume.format import object_fields
 
 Key = tuple[int, bytes]
 """Tenant and key, as in the index."""
@@ -76,13 +78,12 @@ def _joined(parts: list[Records]) -> Records:
 
 def _is_complete(entry: IndexEntry, blocks: int, read: ReadBlocks) -> bool:
     """Return whether the object of a put is in its extent. One that cannot be read counts: each read checks it."""
-    count = blocks_of(entry.length, entry.name_blocks)
-    if entry.extent + count > blocks:
+    if entry.extent + entry.blocks > blocks:
         return True  # the index refuses its record
-    blocks_read = read(entry.extent, count)
+    blocks_read = read(entry.extent, entry.blocks)
     if blocks_read is None:
         return True
     content = memoryview(blocks_read)
     first, units = object_units(entry.length, 0, entry.length)
     value = content[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
-    return check_object(content[: count * BLOCK_BYTES], object_fields(entry), value, first, units) is Result.OK
+    return check_object(content, object_fields(entry), value, first, units) is Result.OK

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexPurge
+from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexPurge, RecordKind
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -24,7 +24,6 @@ from shadowserve.pool.volume.format import (
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
     BlockHeader,
-    RecordKind,
     SnapshotHeader,
     Superblock,
     unpack_block,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve.block import Operation, OperationKind, Priority
-from shadowserve.native import INDEX_RECORD_DTYPE, Index
+from shadowserve.native import INDEX_RECORD_DTYPE, Index, RecordKind
 from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -21,7 +21,6 @@ from shadowserve.pool.volume.format import (
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
     BlockHeader,
-    RecordKind,
     SnapshotHeader,
     Superblock,
     pack_block,

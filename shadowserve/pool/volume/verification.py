@@ -10,8 +10,10 @@ from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.native import (
     INDEX_RECORD_DTYPE,
+    OBJECT_HEADER_BYTES,
     Index,
     IndexEntry,
+    RecordFlag,
     Result,
     check_object,
     check_object_name,
@@ -20,16 +22,7 @@ from shadowserve.native import (
 )
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice
-from shadowserve.pool.volume.format import (
-    BLOCK_BYTES,
-    OBJECT_HEADER_BYTES,
-    SUPERBLOCK_OFFSETS,
-    FormatError,
-    RecordFlag,
-    Superblock,
-    blocks_of,
-    object_fields,
-)
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, FormatError, Superblock, object_fields
 from shadowserve.pool.volume.formatting import find_objection
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import BadCopies, find_bad_copies
@@ -154,12 +147,12 @@ def _check_objects(found: Verification, reader: BlockReader, index: Index, progr
         if problem is not None:
             where = f"key {entry.key.hex()} of tenant {entry.tenant}, block {entry.extent}"
             found.findings.append(Finding("object", where, problem))
-        done += blocks_of(entry.length, entry.name_blocks) * BLOCK_BYTES
+        done += entry.blocks * BLOCK_BYTES
         progress(done, found.object_bytes)
 
 
 def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
-    blocks = range(entry.extent, entry.extent + blocks_of(entry.length, entry.name_blocks))
+    blocks = range(entry.extent, entry.extent + entry.blocks)
     content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
     if reader.unreadable.intersection(blocks):
         return f"it cannot be read: {reader.unreadable_error()}"

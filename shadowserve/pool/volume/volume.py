@@ -15,15 +15,13 @@ from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.clock import wall_clock_ms
 from shadowserve.errors import BusyError as DeviceBusyError
 from shadowserve.errors import ShadowServeError
-from shadowserve.native import Extents, Index, ObjectFields
+from shadowserve.native import Extents, Index, ObjectFields, RecordFlag, RecordKind
 from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
 from shadowserve.pool.volume.device import BlockDevice, RetryPolicy
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
     Layout,
-    RecordFlag,
-    RecordKind,
     Superblock,
     blocks_of,
     pack_name,

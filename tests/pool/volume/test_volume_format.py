@@ -15,6 +15,7 @@ from volume_support import POOL, SMALL, Store, device_of, index_key, layout_of, 
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import DeviceError
+from shadowserve.native import RecordKind
 from shadowserve.pool.volume.block_reader import BlockReader
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
@@ -25,7 +26,6 @@ from shadowserve.pool.volume.format import (
     SUPERBLOCK_OFFSETS,
     FormatError,
     Layout,
-    RecordKind,
     SnapshotHeader,
     Superblock,
     pack_name,
