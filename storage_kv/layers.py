@@ -28,11 +28,11 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Final
 
+from shadowserve.fair_queue import FairQueue
 from shadowserve.pool.volume.tickets import BusyError, Ticket
 from shadowserve.resp import encode_error
 from storage_kv.access.limits import RateLimiter
 from storage_kv.access.memory import Account, MemoryBudget
-from storage_kv.fair_queue import FairQueue
 from storage_kv.layer_stream import WINDOW_S_MIN, Stream, memory_of
 from storage_kv.node import Node
 from storage_kv.reply import CommandError, Part

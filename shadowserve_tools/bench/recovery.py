@@ -34,10 +34,10 @@ from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.index_objects import index_name, pack
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import Place, finish, parse_name
+from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.volume.format import pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
-from storage_kv.fair_queue import FairQueue
+from shadowserve.fair_queue import FairQueue
 from storage_kv.session import Session
 
 
@@ -60,9 +60,9 @@ class Workers:
                 self._changed.wait()
             if self._stopped:
                 return None
-            tenant = self._queue.tenants()[0]
-            work = self._queue.first(tenant)
-            assert work is not None
+            found = self._queue.peek()
+            assert found is not None
+            tenant, work = found
             self._queue.charge(tenant, 1, work.weight)
             return work
 

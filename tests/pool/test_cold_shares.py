@@ -8,12 +8,13 @@ from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
 from store_driver import taken
 
+from shadowserve.fair_queue import FairQueue
 from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.bucket import Listed
 from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.fair import FairQueue, Shares, most_beyond
 from shadowserve.pool.cold.gathering import Gathering
 from shadowserve.pool.cold.layout import Contents, Place
+from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
 
@@ -170,22 +171,21 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
 def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(100):
-        queue.push("greedy", number % 2, f"greedy {number}")
+        queue.add("greedy", number % 2, f"greedy {number}")
     taken: list[str] = []
 
     def take() -> None:
         found = queue.peek()
         assert found is not None
-        owner, client, item = found
-        queue.charge(owner, client, 1.0 if item.startswith("modest") else 4.0)
-        queue.discard(owner, client, item)
+        owner, item = found
+        queue.charge(owner, 1.0 if item.startswith("modest") else 4.0)
         taken.append(item)
 
     for _ in range(10):
         take()
     for number in range(4):
-        queue.push("modest", 7, f"modest {number}")
-    queue.push("greedy", 9, "greedy's other client")
+        queue.add("modest", 7, f"modest {number}")
+    queue.add("greedy", 9, "greedy's other client")
     for _ in range(7):
         take()
     behind = taken[10:]

@@ -15,13 +15,13 @@ from test_client_memory import MIB, Weighed
 from test_layers import LAYERS, check, stored
 from test_shaper import MBIT, Run, Sent, shared
 
+from shadowserve.fair_queue import FairQueue
 from shadowserve.resp import ErrorReply, encode_command
 from storage_kv.access.memory import Account, MemoryBudget
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import EventLoop
 from storage_kv.clients.workers import Workers
 from storage_kv.egress import Demand
-from storage_kv.fair_queue import FairQueue
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.session import Session
 from storage_kv.shaper import Flow, Others

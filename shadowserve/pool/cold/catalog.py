@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from shadowserve.native import ColdFound, ColdRow, ColdState, ColdSums, ColdTable
 from shadowserve.pool.cold.bucket import Listed
-from shadowserve.pool.cold.fair import Shares, most_beyond
 from shadowserve.pool.cold.index_objects import IndexEntries
 from shadowserve.pool.cold.layout import Contents, ObjectName, join_name, parse_name, partition_in
+from shadowserve.pool.cold.shares import Shares, most_beyond
 
 _REFUSED_MAX = 10_000
 _LEFT_OUT_MAX: Final = 100_000

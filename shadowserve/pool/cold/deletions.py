@@ -7,11 +7,11 @@ from functools import partial
 from typing import Final
 
 from shadowserve.errors import ShadowServeError
+from shadowserve.fair_queue import FairQueue
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.volume.tickets import Ticket
@@ -110,7 +110,7 @@ class Deletions:
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
         if not self._refuse(job):
             with self._changed:
-                self._queue.push(tenant, 0, job)
+                self._queue.add(tenant, 0, job)
                 self._waited_for[job] = None
                 self._changed.notify_all()
         return job.ticket
@@ -168,10 +168,8 @@ class Deletions:
         with self._changed:
             while not self._closed:
                 if (found := self._queue.peek()) is not None:
-                    tenant, client, job = found
-                    assert tenant is None or isinstance(tenant, str)
-                    self._queue.charge(tenant, client, 1.0)
-                    self._queue.discard(tenant, client, job)
+                    tenant, job = found
+                    self._queue.charge(tenant, 1.0)
                     return tenant, job, job.names.pop() if job.names and job.find is None else None
                 self._changed.wait()
         return None
@@ -233,7 +231,7 @@ class Deletions:
     def _continue(self, tenant: str | None, job: _Job, failure: ShadowServeError | None) -> None:
         if failure is None and job.names:
             with self._changed:
-                self._queue.push(tenant, 0, job)
+                self._queue.add(tenant, 0, job)
                 self._changed.notify_all()
             return
         self._answer(job, failure)

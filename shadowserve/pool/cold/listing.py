@@ -13,12 +13,12 @@ from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import SWEPT_SHARE, Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import Deletions
-from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.index_objects import NEWS_FOLDER
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import folder_of
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.scanning import Scanner
+from shadowserve.pool.cold.shares import Shares
 
 _log = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 
 from shadowserve import native, record, spans
 from shadowserve.errors import CorruptRecordError, RecordError
+from shadowserve.fair_queue import FairQueue
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
-from shadowserve.pool.cold.fair import FairQueue
 from shadowserve.pool.cold.layout import ObjectName, Place, join_name
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
@@ -360,7 +360,7 @@ class ColdReader:
     def _enqueue(self, read: _Read) -> None:
         """Let a read wait for its next part, behind the next parts of its client's other reads."""
         read.is_queued, read.deadline_s = True, self._clock_s() + self._config.timeout_s
-        self._queue.push(read.address[0], read.client, read)
+        self._queue.add(read.address[0], read.client, read)
         self._by_object.setdefault(read.name, {}).setdefault(read.start, read)
 
     def _unqueue(self, read: _Read) -> None:
@@ -441,7 +441,7 @@ class ColdReader:
                 fits = self._bytes_under_way + size <= self._config.read_bytes_under_way_max
                 if batch and (fits or not self._bytes_under_way):
                     self._bytes_under_way += size
-                    self._queue.charge(batch[0].address[0], batch[0].client, size + _COST_BYTES)
+                    self._queue.charge(batch[0].address[0], size + _COST_BYTES, done=False)
                     return [self._begin(read) for read in batch]
                 self._changed.wait(1.0)
         return []
@@ -463,7 +463,7 @@ class ColdReader:
         found = self._queue.peek()
         if found is None:
             return []
-        _, _, first = found
+        _, first = found
         of_object = self._by_object.get(first.name, {})  # several reads may begin at the same byte
         batch, size = [first], first.end - first.start
         while (read := of_object.get(batch[-1].end)) is not None:

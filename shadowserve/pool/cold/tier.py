@@ -15,11 +15,11 @@ from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
-from shadowserve.pool.cold.fair import Shares
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.listing import BucketLister
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
+from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.cold.writes import ColdWriter
 from shadowserve.pool.entries import is_chunk_key, parse_key
 from shadowserve.pool.pool import Pool
