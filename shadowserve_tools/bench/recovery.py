@@ -30,13 +30,13 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, SEGMENT_BYTES, SEGMENT_CHUNKS
 from shadowserve.native import INDEX_RECORD_DTYPE, BlockDevice, Index, RecordFlag, RecordKind
 from shadowserve.placement import PARTITIONS
-from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, Listed
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.index_objects import index_name, pack
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import Place, finish, parse_name
+from shadowserve.pool.cold.part import Breakers, Shared
 from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.volume.format import pack_record
 from shadowserve.pool.volume.volume import Volume
@@ -116,9 +116,9 @@ class _Node:
     def __init__(self, records: int) -> None:
         self.catalog = Catalog(Shares(records))
         self.bodies: dict[str, bytes] = {}
-        read, write, delete = (Breaker(operation, time.monotonic) for operation in ("read", "write", "delete"))
         config = S3Config.model_validate({"bucket": "bench"})
-        self._indexer = Indexer(config, cast(Bucket, self), self.catalog, (read, write, delete), time.monotonic)
+        breakers = Breakers(time.monotonic)
+        self._indexer = Indexer(Shared(config, cast(Bucket, self), self.catalog, breakers, time.monotonic))
 
     def read(self, name: str, _begin: int, _end: int) -> bytes:
         return self.bodies[name]

@@ -9,11 +9,10 @@ from typing import Final
 from shadowserve.errors import ShadowServeError
 from shadowserve.fair_queue import FairQueue
 from shadowserve.pool.cold.breaker import Breaker
-from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.bucket import BucketError
 from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.layout import parse_name
+from shadowserve.pool.cold.part import Shared, ThreadedPart
 from shadowserve.pool.volume.tickets import Ticket
 
 _log = logging.getLogger(__name__)
@@ -34,33 +33,20 @@ class _Job:
         self.find = find
 
 
-class Deletions:
+class Deletions(ThreadedPart):
     """Deletes objects. Only start(), delete_one() and delete_some() wait, and must be called without locks."""
 
-    def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
-    ) -> None:
-        """While ``breaker`` is open, deletions fail at once."""
-        self.list_breaker = Breaker("clear", clock_s)  # lists of what to delete; they must not stop other deletions
-        self._config = config
-        self._clock_s = clock_s
-        self._bucket = bucket
-        self._catalog = catalog
-        self._breaker = breaker
-        self._changed = threading.Condition()
+    def __init__(self, shared: Shared) -> None:
+        """While the breaker of deletions is open, they fail at once."""
+        super().__init__(shared)
         self._queue: FairQueue[_Job] = FairQueue()
         self._unread: dict[str, Ticket] = {}  # by tenant, while its marked objects of unknown contents are deleted
         self._clears: dict[str | None, _Job] = {}  # by tenant, which wait for the next list of the bucket
-        self._closed = False
         self._waited_for: dict[_Job, None] = {}
-        self.threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        for number in range(_AT_ONCE + 1):
-            run = self._run if number else self._run_clears
-            thread = threading.Thread(target=run, name=f"s3-delete-{number}", daemon=True)
-            thread.start()
-            self.threads.append(thread)
+        self._start_threads("delete", 1, self._run_clears)
+        self._start_threads("delete", _AT_ONCE, self._run)
 
     @property
     def waiting(self) -> int:
@@ -103,8 +89,8 @@ class Deletions:
 
     def _refuse(self, job: _Job) -> bool:
         """Settle a job, which no caller knows yet, with an error if the bucket is away; return whether it is."""
-        if is_away := self._breaker.away:
-            job.ticket.settle(self._breaker.refusal("delete"))
+        if is_away := self._breakers.delete.away:
+            job.ticket.settle(self._breakers.delete.refusal("delete"))
         return is_away
 
     def _enqueue(self, tenant: str | None, job: _Job) -> Ticket:
@@ -130,17 +116,12 @@ class Deletions:
             del self._waited_for[job]
         job.ticket.settle(failure)
 
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
     # ---- The threads that delete
 
     def _run(self) -> None:
         while (taken := self._next()) is not None:
             tenant, job, name = taken
-            self._continue(tenant, job, self._try(self._breaker, self._work, job, name))
+            self._continue(tenant, job, self._try(self._breakers.delete, self._work, job, name))
 
     def _try(self, breaker: Breaker, work: Callable[..., None], *arguments: object) -> ShadowServeError | None:
         """Work unless the bucket is away; return why that has failed."""
@@ -176,7 +157,7 @@ class Deletions:
 
     def _run_clears(self) -> None:
         while jobs := self._next_clears():
-            failure = self._try(self.list_breaker, self._find_all, jobs)
+            failure = self._try(self._breakers.clear, self._find_all, jobs)
             for tenant, job in jobs.items():
                 if failure is not None or not job.names:
                     self._answer(job, failure)
@@ -204,7 +185,7 @@ class Deletions:
                 wanted = [jobs[None]] if None in jobs and parse_index_name(listed.name) is not None else []
             for job in wanted:
                 job.names.append(listed.name)
-        self.list_breaker.succeeded()
+        self._breakers.clear.succeeded()
 
     def delete_one(self, name: str) -> None:
         """Delete an index object, or an object if it is still marked; BucketError if that fails."""
@@ -212,7 +193,7 @@ class Deletions:
         if not is_index and not self._catalog.is_marked(name):
             return
         self._bucket.delete(name)
-        self._breaker.succeeded()
+        self._breakers.delete.succeeded()
         if not is_index:
             self._catalog.note_deleted(name)
 
@@ -223,7 +204,7 @@ class Deletions:
             try:
                 self.delete_one(name)
             except BucketError as error:
-                self._breaker.failed(error.reason, error)
+                self._breakers.delete.failed(error.reason, error)
                 break
             count += 1
         return count

@@ -3,14 +3,11 @@
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from math import inf
 from typing import Final
 
-from shadowserve.pool.cold.breaker import Breaker
-from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
-from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.bucket import BucketError, Listed
 from shadowserve.pool.cold.index_objects import (
     INDEX_BYTES_MAX,
     NO_ENTRIES,
@@ -21,6 +18,7 @@ from shadowserve.pool.cold.index_objects import (
     parse_index_name,
 )
 from shadowserve.pool.cold.layout import ColdObjectError, Contents, partition_in
+from shadowserve.pool.cold.part import Part, Shared
 
 _log = logging.getLogger(__name__)
 
@@ -53,28 +51,13 @@ class _Waiting:
         self.since_s = now_s
 
 
-class Indexer:
-    """Index objects of all partitions. Methods may be called by any thread; note() alone does not wait.
+class Indexer(Part):
+    """Index objects of all partitions. Methods may be called by any thread; note() alone does not wait."""
 
-    Attributes:
-        catalog: The objects that this node knows.
-    """
-
-    def __init__(
-        self,
-        config: S3Config,
-        bucket: Bucket,
-        catalog: Catalog,
-        breakers: tuple[Breaker, Breaker, Breaker],
-        clock_s: Callable[[], float],
-    ) -> None:
-        """``breakers``: those of reads, writes and deletions."""
-        self._read_breaker, self._breaker, self._delete_breaker = breakers
-        self._bucket = bucket
-        self.catalog = catalog
-        self._clock_s = clock_s
-        self._writes = config.write != "never"
-        self._record_bytes_max = config.read_bytes_under_way_max
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        self._writes = self._config.write != "never"
+        self._record_bytes_max = self._config.read_bytes_under_way_max
         self._lock = threading.Lock()
         self._waiting: dict[int, _Waiting] = {}
         self._waiting_bytes = 0
@@ -123,10 +106,10 @@ class Indexer:
                 positions.append(at)
                 written_s.append(found.written_s)
                 del wanted[name]
-        self.catalog.learn_all(entries, positions, written_s)
+        self._catalog.learn_all(entries, positions, written_s)
 
     def _may_read(self, ends_s: float) -> bool:
-        return not self._ended and not self._read_breaker.away and time.monotonic() < ends_s
+        return not self._ended and not self._breakers.read.away and time.monotonic() < ends_s
 
     def close(self) -> None:
         """Read and write nothing more."""
@@ -160,7 +143,7 @@ class Indexer:
             self._refuse(listed.name, error)
             return NO_ENTRIES
         except BucketError as error:
-            self._read_breaker.failed(error.reason, error)
+            self._breakers.read.failed(error.reason, error)
             if error.reason not in ("absent", "damaged", "denied"):
                 raise
             return None
@@ -202,7 +185,7 @@ class Indexer:
             for contents, used_h in found or ():
                 entries[contents.footer] = max(used_h, entries.get(contents.footer, 0))
                 if self._is_readable(contents):
-                    is_new |= self.catalog.add_of_news(contents, listed.written_s, used_h)
+                    is_new |= self._catalog.add_of_news(contents, listed.written_s, used_h)
             if found:
                 taken.append(listed.name)
         if taken:
@@ -256,7 +239,7 @@ class Indexer:
         entries = [
             (used_h, footer)
             for name, footer in waiting.footers.items()
-            if (used_h := self.catalog.used_h(name)) is not None
+            if (used_h := self._catalog.used_h(name)) is not None
         ]
         if not self._replace(partition, entries, (), is_news=is_news):
             with self._lock:
@@ -274,14 +257,14 @@ class Indexer:
         """Write index objects with these entries, then delete old ones; return whether that was possible."""
         if not self._writes or self._ended:
             return False
-        breaker = self._breaker
+        breaker = self._breakers.write
         try:
             if entries:
                 if breaker.away:
                     return False
                 written = self._create(partition, entries, is_news=is_news)
                 breaker.succeeded()
-            breaker = self._delete_breaker
+            breaker = self._breakers.delete
             for name in set(old) - (written if entries else set()):
                 if breaker.away:
                     return False
@@ -320,7 +303,7 @@ class Indexer:
         now_s = self._clock_s()
         if not self._writes or self._ended or now_s < self._merges_again_s:
             return
-        self.catalog.forget_touches(partition)
+        self._catalog.forget_touches(partition)
         footers: dict[str, tuple[int, bytes]] = {}
         merged = []
         try:
@@ -328,7 +311,7 @@ class Indexer:
                 if entries := self._read(listed):
                     merged.append(listed.name)
                 for contents, used_h in entries or ():
-                    if (known_h := self.catalog.used_h(contents.name)) is not None:
+                    if (known_h := self._catalog.used_h(contents.name)) is not None:
                         footers[contents.name] = max(used_h, known_h), contents.footer
         except BucketError:
             return

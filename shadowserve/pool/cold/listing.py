@@ -8,14 +8,13 @@ from math import inf
 from typing import Final
 
 from shadowserve.placement import PARTITIONS
-from shadowserve.pool.cold.breaker import Breaker
-from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.catalog import SWEPT_SHARE, Catalog
-from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.bucket import BucketError
+from shadowserve.pool.cold.catalog import SWEPT_SHARE
 from shadowserve.pool.cold.deletions import Deletions
 from shadowserve.pool.cold.index_objects import NEWS_FOLDER
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import folder_of
+from shadowserve.pool.cold.part import Part, Shared
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.scanning import Scanner
 from shadowserve.pool.cold.shares import Shares
@@ -32,7 +31,7 @@ _OF_LISTS: Final = frozenset({"bad_list", "busy"})
 """Failures of lists that say nothing about reads of known objects."""
 
 
-class BucketLister:
+class BucketLister(Part):
     """Lists the bucket every ``index_ttl_s``, in a thread of its own.
 
     A node of a fleet lists the partitions that it serves, rarely, those of other nodes while clients ask for them, and
@@ -46,35 +45,26 @@ class BucketLister:
 
     def __init__(
         self,
-        config: S3Config,
-        bucket: Bucket,
-        catalog: Catalog,
+        shared: Shared,
         deletions: Deletions,
         indexer: Indexer,
         partitions: Partitions,
-        read_breaker: Breaker,
-        clock_s: Callable[[], float],
         on_listed: Callable[[Iterable[int]], None],
         on_forgotten: Callable[[int], None],
     ) -> None:
         """``on_listed`` is called after a list of partitions: the catalog has all of their objects."""
+        super().__init__(shared)
         self.lists = self.swept = 0
-        self.breaker = Breaker("list", clock_s)  # failures of lists
         self.tried = threading.Event()  # set after the first list, also a failed one
-        self.scanner = Scanner(config, bucket, catalog, indexer, partitions, read_breaker, clock_s)
-        self._config = config
-        self._bucket = bucket
-        self._catalog = catalog
+        self.scanner = Scanner(shared, indexer, partitions)
         self._deletions = deletions
         self.partitions = partitions
-        self._read_breaker = read_breaker
-        self._clock_s = clock_s
         self._on_listed = on_listed
         self._on_forgotten = on_forgotten
         self._tick_s = -inf
         self._news: Future[None] | None = None  # the news that are being taken
         self._is_small = True  # one list of the whole bucket takes fewer requests than one of each partition
-        self._shares = Shares(int((config.bytes_max or 0) * SWEPT_SHARE))
+        self._shares = Shares(int((self._config.bytes_max or 0) * SWEPT_SHARE))
         self._shares_lock = threading.Lock()
         self._ended = False
         self.thread = threading.Thread(target=self._run, name="s3-index", daemon=True)
@@ -106,14 +96,14 @@ class BucketLister:
                 self.partitions.changed.clear()
 
     def _fail(self, error: BucketError) -> None:
-        self.breaker.failed(error.reason, error)
+        self._breakers.list.failed(error.reason, error)
         if error.reason not in _OF_LISTS:
-            self._read_breaker.failed(error.reason, error)
+            self._breakers.read.failed(error.reason, error)
         self.tried.set()
 
     def _succeed(self) -> None:
-        self.breaker.succeeded()
-        self._read_breaker.succeeded()
+        self._breakers.list.succeeded()
+        self._breakers.read.succeeded()
 
     def _scan(self, partitions: Collection[int], folder: str, objects_max: int | None = None) -> bool:
         if not self.scanner.scan(partitions, folder, objects_max):
@@ -160,12 +150,12 @@ class BucketLister:
     def _scan_due(self, partitions: Collection[int], folder: str) -> bool:
         began_s = self._clock_s()
         try:
-            is_done = not self.breaker.away and self._scan(partitions, folder, None if folder else _SMALL)
+            is_done = not self._breakers.list.away and self._scan(partitions, folder, None if folder else _SMALL)
         except BucketError as error:
             self._fail(error)
             is_done = False
         if is_done:
-            self.breaker.succeeded()
+            self._breakers.list.succeeded()
             self.partitions.note_listed(partitions, began_s)
         elif folder:
             self.partitions.note_failed(partitions)

@@ -11,11 +11,9 @@ from shadowserve import native, record, spans
 from shadowserve.errors import CorruptRecordError, RecordError
 from shadowserve.fair_queue import FairQueue
 from shadowserve.pool.buffers import allocate
-from shadowserve.pool.cold.breaker import Breaker
-from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.bucket import BucketError
 from shadowserve.pool.cold.layout import ObjectName, Place, join_name
+from shadowserve.pool.cold.part import Shared, ThreadedPart
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
@@ -221,7 +219,7 @@ _Part = tuple[_Read, int, int]
 """A part of a read: its first byte in the object, and its end."""
 
 
-class ColdReader:
+class ColdReader(ThreadedPart):
     """Reads records, checks them, and puts them into the pool, which sends them and finds them again.
 
     Attributes:
@@ -231,16 +229,9 @@ class ColdReader:
         crowded_out: Reads that were a miss because other reads of their tenant came first.
     """
 
-    def __init__(
-        self, config: S3Config, bucket: Bucket, catalog: Catalog, breaker: Breaker, clock_s: Callable[[], float]
-    ) -> None:
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
         self.requests = self.bytes = self.records = self.crowded_out = 0
-        self._config = config
-        self._bucket = bucket
-        self._catalog = catalog
-        self._breaker = breaker
-        self._clock_s = clock_s
-        self._changed = threading.Condition()
         self._reads: dict[tuple[str, bytes, int, int], _Read] = {}
         self._queue: FairQueue[_Read] = FairQueue()
         self._by_object: dict[str, dict[int, _Read]] = {}  # queued reads by object and offset
@@ -248,17 +239,12 @@ class ColdReader:
         self._parts_under_way = 0
         self._kept_bytes: Counter[int] = Counter()  # of reads in parts, by tenant
         self._throughput = ThroughputEstimate()
-        self._closed = False
         self._pool: Pool
         self._lock: threading.Lock
-        self.threads: list[threading.Thread] = []
 
     def start(self, pool: Pool, lock: threading.Lock) -> None:
         self._pool, self._lock = pool, lock
-        for number in range(self._config.reads_at_once):
-            thread = threading.Thread(target=self._run, name=f"s3-read-{number}", daemon=True)
-            thread.start()
-            self.threads.append(thread)
+        self._start_threads("read", self._config.reads_at_once, self._run)
 
     @property
     def under_way(self) -> int:
@@ -275,7 +261,7 @@ class ColdReader:
         with self._changed:
             read = self._reads.get((item.name, item.key, 0, item.length))
             read = read or self._reads.get((item.name, item.key, begin, size))
-            refused = self._closed or self._breaker.away
+            refused = self._closed or self._breakers.read.away
             if not refused and read is None and self._queue.waiting(item.address[0]) >= _WAITING_MAX:
                 refused = True
                 self.crowded_out += 1
@@ -306,7 +292,7 @@ class ColdReader:
 
     def step(self) -> None:
         """End reads whose deadline has passed, and those that wait for a bucket that is away; called often."""
-        now_s, away = self._clock_s(), self._breaker.away
+        now_s, away = self._clock_s(), self._breakers.read.away
         ended: list[Done] = []
         late = 0
         with self._changed:
@@ -326,7 +312,7 @@ class ColdReader:
                 if read.is_queued:
                     self._forget(read)
         if late:
-            self._breaker.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
+            self._breakers.read.failed("timeout", f"{late} reads were not done within {self._config.timeout_s:g} s")
         for done in ended:
             done(None)
 
@@ -429,7 +415,7 @@ class ColdReader:
             with self._changed:
                 self._throughput.end(self._clock_s(), began_s, size)
         if size:
-            self._breaker.succeeded()
+            self._breakers.read.succeeded()
             self._process(batch, data)
 
     def _next(self) -> list[_Part]:
@@ -476,7 +462,7 @@ class ColdReader:
     def _fail(self, batch: list[_Part], error: BucketError) -> None:
         if error.reason in ("absent", "damaged"):
             self._catalog.hide(batch[0][0].name)  # the next list finds out
-        self._breaker.failed(error.reason, error)
+        self._breakers.read.failed(error.reason, error)
         for read, _, _ in batch:
             for each in self._take(read):
                 each.done(None)
@@ -522,7 +508,7 @@ class ColdReader:
 
     def report_damage(self, name: str, error: object) -> None:
         self._catalog.hide(name)  # the next list finds out
-        self._breaker.failed("damaged", error)
+        self._breakers.read.failed("damaged", error)
 
     def _complete(self, read: _Read, data: memoryview) -> None:
         """Check a record, put it into the pool, and answer the waiting clients."""

@@ -3,18 +3,16 @@
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, zip_longest
 from typing import Final
 
-from shadowserve.pool.cold.breaker import Breaker
-from shadowserve.pool.cold.bucket import Bucket, BucketError, Listed
-from shadowserve.pool.cold.catalog import Catalog
-from shadowserve.pool.cold.config import S3Config
+from shadowserve.pool.cold.bucket import BucketError, Listed
 from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.indexing import MERGED, Indexer
 from shadowserve.pool.cold.layout import ColdObjectError, parse_name, partition_in
+from shadowserve.pool.cold.part import Part, Shared
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.writes import read_contents
 
@@ -31,31 +29,18 @@ _USE_S: Final = 86_400.0
 """Time after which the last use of objects is written into a partition's index objects."""
 
 
-class Scanner:
+class Scanner(Part):
     """Brings the catalog up to date with lists.
 
     Attributes:
         foreign: Objects under the prefix that ShadowServe has not written, of the last list of the whole bucket.
     """
 
-    def __init__(
-        self,
-        config: S3Config,
-        bucket: Bucket,
-        catalog: Catalog,
-        indexer: Indexer,
-        partitions: Partitions,
-        read_breaker: Breaker,
-        clock_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, shared: Shared, indexer: Indexer, partitions: Partitions) -> None:
+        super().__init__(shared)
         self.foreign = 0
-        self._config = config
-        self._bucket = bucket
-        self._catalog = catalog
         self._indexer = indexer
         self._partitions = partitions
-        self._read_breaker = read_breaker
-        self._clock_s = clock_s
         self._merges: dict[int, Sequence[Listed]] = {}  # index objects of partitions that have many
         self._ended = False
         self._warned_of_foreign = False
@@ -154,7 +139,7 @@ class Scanner:
 
     def _learn(self, listed: Listed, ends_s: float) -> bool:
         """Add an object to the catalog if its footer is sound; return False if the next list has to try again."""
-        if self._ended or self._read_breaker.away or time.monotonic() > ends_s:
+        if self._ended or self._breakers.read.away or time.monotonic() > ends_s:
             return False
         try:
             contents = read_contents(self._bucket, listed.name, listed.size)
@@ -162,10 +147,10 @@ class Scanner:
                 raise ColdObjectError("it has a record that is larger than read_bytes_under_way_max")
         except ColdObjectError as error:
             _log.warning("s3_object_refused name=%s error=%r", listed.name, str(error))
-            self._read_breaker.failed("damaged", error)
+            self._breakers.read.failed("damaged", error)
             self._catalog.refuse(listed)
         except BucketError as error:
-            self._read_breaker.failed(error.reason, error)
+            self._breakers.read.failed(error.reason, error)
             return error.reason in _OF_ONE_OBJECT
         else:
             if self._catalog.learn(contents, listed.written_s) and partition_in(listed.name) in self._partitions.own:

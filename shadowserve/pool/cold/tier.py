@@ -10,13 +10,13 @@ from typing import Final
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.placement import partition_of
-from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket
 from shadowserve.pool.cold.catalog import Catalog
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.deletions import DelayedRemovals, Deletions
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.listing import BucketLister
+from shadowserve.pool.cold.part import Breakers, Part, Shared
 from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.shares import Shares
@@ -31,7 +31,7 @@ from shadowserve.pool.writes import joined
 _STEP_S: Final = 0.05
 
 
-class ColdTier:
+class ColdTier(Part):
     """The records of a bucket, for one pool. Methods are called with the pool's lock held, except set_quota(),
     report_damage(), start(), close() and join(); none of the others waits."""
 
@@ -46,28 +46,18 @@ class ColdTier:
         ``serves`` returns whether this node is the first choice of its fleet for a partition, in any thread and at any
         time; None: it has no fleet.
         """
-        self._config = config
-        self._clock_s = clock_s
-        self._bucket = Bucket(config)
-        self._catalog = Catalog(Shares(config.chunks_max))
-        self._breaker = Breaker("read", clock_s)
-        self._reader = ColdReader(config, self._bucket, self._catalog, self._breaker, clock_s)
-        self._write_breaker = Breaker("write", clock_s)
-        self._delete_breaker = Breaker("delete", clock_s)
-        breakers = self._breaker, self._write_breaker, self._delete_breaker
-        indexer = Indexer(config, self._bucket, self._catalog, breakers, clock_s)
-        self._writer = ColdWriter(config, self._bucket, indexer, self._write_breaker, clock_s)
-        self._deletions = Deletions(config, self._bucket, self._catalog, self._delete_breaker, clock_s)
+        shared = Shared(config, Bucket(config), Catalog(Shares(config.chunks_max)), Breakers(clock_s), clock_s)
+        super().__init__(shared)
+        indexer = Indexer(shared)
+        self._reader = ColdReader(shared)
+        self._writer = ColdWriter(shared, indexer)
+        self._deletions = Deletions(shared)
         partitions = Partitions(serves, config.index_ttl_s, clock_s)
         self._lister = BucketLister(
-            config,
-            self._bucket,
-            self._catalog,
+            shared,
             self._deletions,
             indexer,
             partitions,
-            self._breaker,
-            clock_s,
             self._on_listed,
             self._on_forgotten,
         )
@@ -131,7 +121,7 @@ class ColdTier:
 
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
-        record = None if self._breaker.away else self._record_of(address)
+        record = None if self._breakers.read.away else self._record_of(address)
         if record is not None:
             self._lister.partitions.ask(partition_of(record[1]))
         found = None if record is None else self._catalog.find(*record)
@@ -281,7 +271,7 @@ class ColdTier:
             if self._is_news_left and self._writer.idle:
                 self._lister.scanner.write_news()
                 self._is_news_left = False
-            list_breaker = self._lister.breaker
+            list_breaker = self._breakers.list
             error = f"the bucket was not listed since the start and may have the key: {list_breaker.last_error}"
             self._delayed_removals.expire(ShadowServeError(error), all_of_them=list_breaker.away)
 
@@ -300,10 +290,10 @@ class ColdTier:
 
     def statistics(self) -> ColdStatistics:
         reader, writer, lister = self._reader, self._writer, self._lister
-        breakers = self._breaker, lister.breaker, self._write_breaker, self._delete_breaker
-        away = self._breaker.away or lister.breaker.away
+        failing = self._breakers
+        breakers = failing.read, failing.list, failing.write, failing.delete
         return ColdStatistics(
-            state="away" if away else "ok" if lister.lists else "unknown",
+            state="away" if failing.read.away or failing.list.away else "ok" if lister.lists else "unknown",
             failing_s=max(each.failing_s for each in breakers),
             last_error=next((each.last_error for each in breakers if each.failing_s), ""),
             lists=lister.lists,
@@ -314,13 +304,11 @@ class ColdTier:
             read_records=reader.records,
             read_bytes=reader.bytes,
             reading=reader.under_way,
-            failed_reads=dict(self._breaker.failures | lister.breaker.failures),
+            failed_reads=dict(failing.read.failures | failing.list.failures),
             written_objects=writer.objects,
             written_bytes=writer.bytes,
             present_objects=writer.present,
-            failed_writes=dict(
-                self._write_breaker.failures + self._delete_breaker.failures + self._deletions.list_breaker.failures
-            ),
+            failed_writes=dict(failing.write.failures + failing.delete.failures + failing.clear.failures),
             waiting_records=writer.gathering.waiting,
             held_back=writer.held_back,
             missed_records=writer.missed + writer.gathering.dropped,

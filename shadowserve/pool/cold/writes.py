@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
-from shadowserve.pool.cold.breaker import Breaker
 from shadowserve.pool.cold.bucket import Bucket, BucketError
-from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.gathering import BACKLOG_MAX, Batch, Gathering
 from shadowserve.pool.cold.indexing import Indexer
 from shadowserve.pool.cold.layout import (
@@ -21,6 +19,7 @@ from shadowserve.pool.cold.layout import (
     footer_bytes,
     parse_footer,
 )
+from shadowserve.pool.cold.part import Shared, ThreadedPart
 from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Lease
@@ -64,7 +63,7 @@ class _Pressure:
     last_s: float = -inf
 
 
-class ColdWriter:
+class ColdWriter(ThreadedPart):
     """Writes stored records as fast as the bucket accepts them.
 
     With ``write: at_once`` no client waits: if the bucket is slower, records that are evicted meanwhile, and those
@@ -80,39 +79,23 @@ class ColdWriter:
         held_back: Evictions that had to wait for a write.
     """
 
-    def __init__(
-        self,
-        config: S3Config,
-        bucket: Bucket,
-        indexer: Indexer,
-        breaker: Breaker,
-        clock_s: Callable[[], float],
-    ) -> None:
+    def __init__(self, shared: Shared, indexer: Indexer) -> None:
+        super().__init__(shared)
         self.objects = self.bytes = self.present = self.missed = self.held_back = 0
-        self.gathering = Gathering(int(config.object_bytes), config.gather_s, RECORDS_MAX)
-        self._config = config
-        self._bucket = bucket
+        self.gathering = Gathering(int(self._config.object_bytes), self._config.gather_s, RECORDS_MAX)
         self._indexer = indexer
-        self._breaker = breaker
-        self._clock_s = clock_s
-        self._changed = threading.Condition()
         self._packing: list[_Packing] = []
-        self._hurry = self._closed = False
+        self._hurry = False
         self._pressure = _Pressure()
         self._pool: Pool
         self._lock: threading.Lock
         self._name_of: Callable[[int], str | None]
-        self.threads: list[threading.Thread] = []
 
     def start(self, pool: Pool, lock: threading.Lock, name_of: Callable[[int], str | None]) -> None:
         """``lock`` is the pool's; ``name_of`` returns a tenant's name with the lock held."""
         self._pool, self._lock, self._name_of = pool, lock, name_of
-        if self._config.write == "never":
-            return
-        for number in range(self._config.writes_at_once):
-            thread = threading.Thread(target=self._run, name=f"s3-write-{number}", daemon=True)
-            thread.start()
-            self.threads.append(thread)
+        if self._config.write != "never":
+            self._start_threads("write", self._config.writes_at_once, self._run)
 
     def stored(self, address: Address, key: bytes, parent: bytes, length: int) -> None:
         """Add a record to be written; with the pool's lock held."""
@@ -130,7 +113,7 @@ class ColdWriter:
             waits = self.gathering.prioritize(tenant, key) or any(address in each.addresses for each in self._packing)
             if not waits:
                 self._pressure.since_s = None
-            if not waits or self._closed or self._breaker.away:
+            if not waits or self._closed or self._breakers.write.away:
                 return False
             now_s = self._clock_s()
             self._pressure.since_s = now_s if self._pressure.since_s is None else self._pressure.since_s
@@ -168,12 +151,7 @@ class ColdWriter:
     @property
     def idle(self) -> bool:
         """True if nothing waits to be written, or the bucket is away."""
-        return self._breaker.away or not (self.gathering.waiting or self._packing) or not self.threads
-
-    def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        return self._breakers.write.away or not (self.gathering.waiting or self._packing) or not self.threads
 
     # ---- The threads that write
 
@@ -181,7 +159,7 @@ class ColdWriter:
         now_s = self._clock_s()
         evicting = self._config.write == "evicted"
         pressed = now_s - self._pressure.last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
-        if self._breaker.away or (evicting and not (pressed or self._hurry)):
+        if self._breakers.write.away or (evicting and not (pressed or self._hurry)):
             return None
         return self.gathering.take(now_s, hurry=self._hurry or evicting)
 
@@ -197,9 +175,9 @@ class ColdWriter:
             try:
                 self._write(batch, packing)
             except BucketError as error:
-                self._breaker.failed(error.reason, error)
+                self._breakers.write.failed(error.reason, error)
                 if packing.contents is not None and not packing.removal_tickets:
-                    self._indexer.catalog.add_hidden(packing.contents)  # the write may have succeeded
+                    self._catalog.add_hidden(packing.contents)  # the write may have succeeded
                 with self._changed:
                     self.gathering.put_back(batch)
             except Exception:  # a bug must not end this thread
@@ -223,9 +201,9 @@ class ColdWriter:
                 contents = read_contents(self._bucket, contents.name, len(body))
             except ColdObjectError:
                 return  # of another size, or unsound: the next list handles it
-        self._breaker.succeeded()
+        self._breakers.write.succeeded()
         self._pressure.since_s = None
-        if not packing.removal_tickets and self._indexer.catalog.add(contents) and is_new:
+        if not packing.removal_tickets and self._catalog.add(contents) and is_new:
             self._indexer.note(contents)
 
     def _end(self, packing: _Packing) -> None:
@@ -237,11 +215,11 @@ class ColdWriter:
         failure: BucketError | None = None
         if packing.contents is not None:
             name = packing.contents.name
-            self._indexer.catalog.add_hidden(packing.contents)
-            self._indexer.catalog.mark_object(name)
+            self._catalog.add_hidden(packing.contents)
+            self._catalog.mark_object(name)
             try:
                 self._bucket.delete(name)
-                self._indexer.catalog.note_deleted(name)
+                self._catalog.note_deleted(name)
             except BucketError as error:
                 failure = error
         for ticket in packing.removal_tickets:
@@ -255,7 +233,7 @@ class ColdWriter:
             return None
         body, records, seen = bytearray(), [], set()
         for address, key in batch.records:
-            if key in seen or self._indexer.catalog.find(tenant, key) is not None:
+            if key in seen or self._catalog.find(tenant, key) is not None:
                 continue
             seen.add(key)
             begin = len(body)
