@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from shadowserve.native._index import INDEX_KEY_BYTES
-from shadowserve.native._library import Result, check, ffi, lib, numpy_dtype
+from shadowserve.native._library import Owner, Result, check, ffi, lib, numpy_dtype
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -103,18 +103,14 @@ def _objects(given: "bytes | NDArray[np.void]") -> Any:
     return ffi.cast("struct ss_cold_object *", ffi.from_buffer("uint8_t[]", given))
 
 
-class ColdTable:
+class ColdTable(Owner):
     """Objects of a bucket by number, by name's digest, and by their records. Any thread may call any method."""
 
-    def __init__(self) -> None:
-        pointer = ffi.new("struct ss_cold_table **")
-        self._table: Any = ffi.NULL
-        check(lib.ss_cold_open(int.from_bytes(os.urandom(8), "little"), pointer), "making a table of objects")
-        self._table = pointer[0]
+    destructor = "ss_cold_close"
 
-    def __del__(self) -> None:
-        if getattr(self, "_table", None) and lib is not None:
-            lib.ss_cold_close(self._table)
+    def __init__(self) -> None:
+        seed = int.from_bytes(os.urandom(8), "little")
+        super().__init__("ss_cold_table", lambda pointer: lib.ss_cold_open(seed, pointer), "making a table of objects")
 
     def insert(
         self,
@@ -134,7 +130,7 @@ class ColdTable:
         numbers = np.empty(len(positions), np.uint32)
         sums = ffi.new("struct ss_cold_sums *")
         code = lib.ss_cold_insert(
-            self._table,
+            self._object,
             tenant,
             data,
             _objects(objects),
@@ -150,43 +146,43 @@ class ColdTable:
         return numbers, ColdSums(sums.objects, sums.records, sums.bytes)
 
     def remove(self, number: int) -> None:
-        lib.ss_cold_remove(self._table, number)
+        lib.ss_cold_remove(self._object, number)
 
     def number_of(self, digest: bytes) -> int:
         """Return the number of the object with a name's digest; 0: none."""
         _check_length(digest, _DIGEST_BYTES)
-        return lib.ss_cold_number(self._table, digest)
+        return lib.ss_cold_number(self._object, digest)
 
     def see(self, digest: bytes, seen: int, written_s: float) -> tuple[int, int]:
         """Note that list ``seen`` has an object, and if it is known, when it was written; return number and state."""
         _check_length(digest, _DIGEST_BYTES)
-        state, number = divmod(lib.ss_cold_see(self._table, digest, seen, written_s), 1 << 32)
+        state, number = divmod(lib.ss_cold_see(self._object, digest, seen, written_s), 1 << 32)
         return number, state
 
     def row(self, number: int) -> ColdRow | None:
         """Return the entry of an object; None for a number without one."""
         row = ffi.new("struct ss_cold_row *")
-        return _row(row) if lib.ss_cold_row(self._table, number, row) == Result.OK else None
+        return _row(row) if lib.ss_cold_row(self._object, number, row) == Result.OK else None
 
     def records(self, number: int) -> int:
         """Return the number of an object's records."""
-        return lib.ss_cold_records(self._table, number)
+        return lib.ss_cold_records(self._object, number)
 
     def use(self, number: int, used_h: int) -> None:
         """Note the hour in which an object was used."""
-        lib.ss_cold_use(self._table, number, used_h)
+        lib.ss_cold_use(self._object, number, used_h)
 
     def set_state(self, number: int, state: ColdState) -> tuple[ColdRow, int]:
         """Make an object known or hidden; return how it was before, and its records that no other known object has."""
         before = ffi.new("struct ss_cold_row *")
-        count = lib.ss_cold_set_state(self._table, number, int(state), before)
+        count = lib.ss_cold_set_state(self._object, number, int(state), before)
         return _row(before), count
 
     def find(self, tenant: int, key: bytes) -> ColdFound | None:
         """Return a record of a known object."""
         _check_length(key, INDEX_KEY_BYTES)
         found = ffi.new("struct ss_cold_found *")
-        if lib.ss_cold_find(self._table, tenant, key, found):
+        if lib.ss_cold_find(self._object, tenant, key, found):
             return None
         return ColdFound._make(_FOUND.unpack_from(ffi.buffer(found)))
 
@@ -196,7 +192,7 @@ class ColdTable:
         room = _HOLDERS_AT_ONCE
         while True:
             numbers = ffi.new("uint32_t[]", room)
-            count = lib.ss_cold_holders(self._table, tenant, key, numbers, room)
+            count = lib.ss_cold_holders(self._object, tenant, key, numbers, room)
             if count <= room:
                 return list(numbers[0:count])
             room = count
@@ -225,7 +221,7 @@ class ColdTable:
         rows = np.empty(_ROWS_AT_ONCE, COLD_ROW_DTYPE)
         while True:
             pointer = ffi.cast("struct ss_cold_row *", ffi.from_buffer("uint8_t[]", rows))
-            count = lib.ss_cold_select(self._table, wanted, cursor, pointer, len(rows))
+            count = lib.ss_cold_select(self._object, wanted, cursor, pointer, len(rows))
             if count:
                 found.append(rows[:count].copy())
             if not cursor[0]:
@@ -233,7 +229,7 @@ class ColdTable:
 
     def memory_bytes(self) -> int:
         """Return the memory in use."""
-        return int(lib.ss_cold_memory(self._table))
+        return int(lib.ss_cold_memory(self._object))
 
 
 def _check_length(given: bytes, length: int) -> None:

@@ -4,11 +4,11 @@ import enum
 import os
 import struct
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
-from shadowserve.native._library import check, ffi, lib, numpy_dtype
+from shadowserve.native._library import Owner, check, ffi, lib, numpy_dtype
 
 if TYPE_CHECKING:
     from array import array
@@ -162,38 +162,27 @@ def blocks_of(length: int, name_length: int = 0) -> int:
     return int(lib.ss_index_blocks(length, name_length))
 
 
-class Index:
+class Index(Owner):
     """All objects of a storage node by tenant and key, with the eviction queues. Not thread-safe.
 
     A slot is an object's number, from 1, until the object is removed. Methods that take a slot do nothing if the slot
     has no object. Keys have 32 bytes.
     """
 
+    destructor = "ss_index_close"
+
     def __init__(self, objects_max: int, policy: IndexPolicy = IndexPolicy.LRU, seed: int | None = None) -> None:
         """Reserve addresses for ``objects_max`` objects, 1 to 2^30; memory is allocated as objects are inserted.
 
         ``seed`` is that of the hash, 64 bits; None: a random one, so that no client can choose keys that collide.
         """
-        pointer = ffi.new("struct ss_index **")
-        self._index: Any = ffi.NULL
-        self.objects_max = objects_max
+        self.objects_max, most = objects_max, min(max(objects_max, 0), 0xFFFFFFFF)
         seed = int.from_bytes(os.urandom(8), "little") if seed is None else seed
-        code = lib.ss_index_open(min(max(objects_max, 0), 0xFFFFFFFF), policy, seed, pointer)
-        check(code, f"making an index for {objects_max} objects")
-        self._index = pointer[0]
+        operation = f"making an index for {objects_max} objects"
+        super().__init__("ss_index", lambda pointer: lib.ss_index_open(most, policy, seed, pointer), operation)
         self._slot = ffi.new("uint32_t *")
         self._record = ffi.new("struct ss_index_record *")
         self._buffer = ffi.buffer(self._record)
-
-    def close(self) -> None:
-        """Free the memory. A second call does nothing; no other method may be called afterwards."""
-        index, self._index = self._index, ffi.NULL
-        if index != ffi.NULL:
-            lib.ss_index_close(index)
-
-    def __del__(self) -> None:
-        if getattr(self, "_index", None) and lib is not None:
-            self.close()
 
     def __len__(self) -> int:
         return self.totals().objects
@@ -202,13 +191,13 @@ class Index:
         """Return the object's slot; 0: absent. This does not count as a use."""
         if len(key) != INDEX_KEY_BYTES:
             raise _wrong_key(key)
-        return int(lib.ss_index_find(self._index, tenant, key))
+        return int(lib.ss_index_find(self._object, tenant, key))
 
     def get(self, tenant: int, key: bytes, now_s: int = 0) -> tuple[int, IndexEntry] | None:
         """Return an object's slot and entry; None: absent. With ``now_s`` this counts as a use of the object."""
         if len(key) != INDEX_KEY_BYTES:
             raise _wrong_key(key)
-        slot = lib.ss_index_get(self._index, tenant, key, now_s, self._record)
+        slot = lib.ss_index_get(self._object, tenant, key, now_s, self._record)
         return (slot, self._entry()) if slot else None
 
     def places(self, tenant: int, keys: bytes, lengths: Sequence[int], now_ms: int) -> list[IndexPlace]:
@@ -222,7 +211,7 @@ class Index:
             raise ValueError(f"{len(keys)} bytes are no {count} index keys, of {INDEX_KEY_BYTES} bytes each")
         places = ffi.new("struct ss_index_place[]", count)
         lengths = ffi.new("uint32_t[]", lengths)
-        found = lib.ss_index_places(self._index, tenant, keys, lengths, count, now_ms, places)
+        found = lib.ss_index_places(self._object, tenant, keys, lengths, count, now_ms, places)
         return list(map(IndexPlace._make, _PLACE.iter_unpack(ffi.buffer(places, found * _PLACE.size))))
 
     def find_many(self, tenant: int, keys: "bytes | memoryview | NDArray[np.uint8]") -> "NDArray[np.uint32]":
@@ -230,12 +219,12 @@ class Index:
         content = ffi.from_buffer("uint8_t[]", keys)
         slots = np.empty(len(content) // INDEX_KEY_BYTES, np.uint32)
         pointer = ffi.cast("uint32_t *", ffi.from_buffer("uint8_t[]", slots))
-        lib.ss_index_find_many(self._index, tenant, content, len(slots), pointer)
+        lib.ss_index_find_many(self._object, tenant, content, len(slots), pointer)
         return slots
 
     def read(self, slot: int) -> IndexEntry:
         """Return the entry of an object. Raises KeyError if the slot has none."""
-        if lib.ss_index_read(self._index, slot, self._record):
+        if lib.ss_index_read(self._object, slot, self._record):
             raise KeyError(slot)
         return self._entry()
 
@@ -244,7 +233,7 @@ class Index:
 
     def holds(self, slot: int, key: bytes, generation: int) -> bool:
         """Return whether the slot has the object with this key, of this put; faster than :meth:`read`."""
-        if lib.ss_index_read(self._index, slot, self._record):
+        if lib.ss_index_read(self._object, slot, self._record):
             return False
         return bool(self._record.generation == generation and ffi.buffer(self._record.key)[:] == key)
 
@@ -290,61 +279,61 @@ class Index:
             parent or NO_PARENT,
         )
         text, text_length = (_NULL, 0) if name is None else (name, len(name))
-        code = lib.ss_index_insert(self._index, self._record, text, text_length, now_s, self._slot)
+        code = lib.ss_index_insert(self._object, self._record, text, text_length, now_s, self._slot)
         if code:
             check(code, f"putting an object into an index of at most {self.objects_max}")
         return self._slot[0]  # type: ignore[no-any-return]
 
     def set_name(self, slot: int, name: bytes) -> None:
         """Store the text of the key of an object with the flag NAMED."""
-        check(lib.ss_index_set_name(self._index, slot, name, len(name)), f"keeping a key of {len(name)} bytes")
+        check(lib.ss_index_set_name(self._object, slot, name, len(name)), f"keeping a key of {len(name)} bytes")
 
     def name(self, slot: int) -> bytes | None:
         """Return the text of an object's key; None if it is not named, or has no text."""
-        text = lib.ss_index_name(self._index, slot, self._slot)
+        text = lib.ss_index_name(self._object, slot, self._slot)
         return None if text == ffi.NULL else ffi.buffer(text, self._slot[0])[:]
 
     def remove(self, slot: int) -> None:
         """Remove an object. Its children keep their place in the chain, and it can be inserted again."""
-        lib.ss_index_remove(self._index, slot)
+        lib.ss_index_remove(self._object, slot)
 
     def evict(self, slot: int) -> None:
         """Remove an object, and add its key to the ghost queue."""
-        lib.ss_index_evict(self._index, slot)
+        lib.ss_index_evict(self._object, slot)
 
     def clear(self, tenant: int = ANY, device: int = ANY) -> int:
         """Remove all objects of a tenant on a device; return their number."""
-        return int(lib.ss_index_clear(self._index, tenant, device))
+        return int(lib.ss_index_clear(self._object, tenant, device))
 
     def touch(self, slot: int, now_s: int) -> None:
         """Count a use."""
-        lib.ss_index_touch(self._index, slot, now_s)
+        lib.ss_index_touch(self._object, slot, now_s)
 
     def touch_each(self, slots: "array[int]", now_s: int) -> None:
         """Count uses of several objects, in their order. ``slots`` has items of 32 bits."""
-        lib.ss_index_touch_each(self._index, ffi.from_buffer("uint32_t[]", slots), len(slots), now_s)
+        lib.ss_index_touch_each(self._object, ffi.from_buffer("uint32_t[]", slots), len(slots), now_s)
 
     def set_expiry(self, slot: int, expires_at_ms: int) -> None:
         """Set the time of expiry; 0: never."""
-        lib.ss_index_expire(self._index, slot, expires_at_ms)
+        lib.ss_index_expire(self._object, slot, expires_at_ms)
 
     def resize(self, slot: int, length: int) -> None:
         """Set the length of the new value of an object that is only in memory."""
-        code = lib.ss_index_resize(self._index, slot, length)
+        code = lib.ss_index_resize(self._object, slot, length)
         if code:
             check(code, f"giving an object a value of {length} bytes")
 
     def pin(self, slot: int, until_s: int) -> None:
         """Protect the object from eviction until ``until_s``; 0 ends the protection."""
-        lib.ss_index_pin(self._index, slot, until_s)
+        lib.ss_index_pin(self._object, slot, until_s)
 
     def victim(self, now_s: int, device: int = ANY, tenant: int = ANY) -> int:
         """Return the slot of the next object to evict; 0: none. It may be on another device (the end of a chain)."""
-        return lib.ss_index_victim(self._index, device, tenant, now_s)
+        return lib.ss_index_victim(self._object, device, tenant, now_s)
 
     def ghost(self, tenant: int, key: bytes) -> bool:
         """Return whether the ghost queue has the key."""
-        return bool(lib.ss_index_ghost(self._index, tenant, key))
+        return bool(lib.ss_index_ghost(self._object, tenant, key))
 
     def scan(self, tenant: int, cursor: int, max_slots: int, max_lines: int) -> tuple[int, list[int]]:
         """Return the next cursor, 0 at the end, and slots of a tenant's objects, in an order that never changes.
@@ -353,27 +342,27 @@ class Index:
         """
         slots = ffi.new("uint32_t[]", max_slots)
         position = ffi.new("uint64_t *", cursor)
-        count = lib.ss_index_scan(self._index, tenant, position, slots, max_slots, max_lines)
+        count = lib.ss_index_scan(self._object, tenant, position, slots, max_slots, max_lines)
         return int(position[0]), list(slots[0:count])
 
     def expired(self, now_ms: int, max_slots: int) -> list[int]:
         """Return the slots of at most ``max_slots`` objects that have expired."""
         slots = ffi.new("uint32_t[]", max_slots)
-        return list(slots[0 : lib.ss_index_expired(self._index, now_ms, slots, max_slots)])
+        return list(slots[0 : lib.ss_index_expired(self._object, now_ms, slots, max_slots)])
 
     def totals(self, tenant: int = ANY, device: int = ANY) -> IndexTotals:
         """Sum up a tenant's objects on a device."""
         totals = ffi.new("struct ss_index_totals *")
-        lib.ss_index_totals(self._index, tenant, device, totals)
+        lib.ss_index_totals(self._object, tenant, device, totals)
         return IndexTotals(totals.objects, totals.bytes, totals.records, totals.expiring, totals.name_records)
 
     def used_bytes(self, tenant: int = ANY) -> int:
         """Return the bytes of a tenant's objects, as totals() does, but ten times as fast."""
-        return int(lib.ss_index_bytes(self._index, tenant))
+        return int(lib.ss_index_bytes(self._object, tenant))
 
     def memory_bytes(self) -> int:
         """Return the memory in use."""
-        return int(lib.ss_index_memory(self._index))
+        return int(lib.ss_index_memory(self._object))
 
     def replay(self, device: int, blocks: int, records: "NDArray[np.void] | bytes | memoryview") -> ReplayCounts:
         """Apply contiguous records of a device's snapshot or log, in order.
@@ -385,23 +374,23 @@ class Index:
         counts = ffi.new("struct ss_index_counts *")
         pointer = ffi.cast("struct ss_index_record *", content)
         code = lib.ss_index_replay(
-            self._index, device, blocks, pointer, len(content) // INDEX_RECORD_DTYPE.itemsize, counts
+            self._object, device, blocks, pointer, len(content) // INDEX_RECORD_DTYPE.itemsize, counts
         )
         check(code, f"replaying the log of device {device} into an index of at most {self.objects_max} objects")
         return ReplayCounts(counts.applied, counts.ignored, counts.refused)
 
     def replayed(self) -> None:
         """Sort the queues, after the last record of the last device."""
-        check(lib.ss_index_replayed(self._index), "ordering the queues of the index")
+        check(lib.ss_index_replayed(self._object), "ordering the queues of the index")
 
     def purge(self, device: int, what: IndexPurge) -> int:
         """Remove objects on a device after recovery; return their number."""
-        return int(lib.ss_index_purge(self._index, device, what))
+        return int(lib.ss_index_purge(self._object, device, what))
 
     def reserve(self, device: int, extents: "Extents") -> int:
         """Reserve the extents of all objects on a device; drop overlapping objects, and return their number."""
         dropped = ffi.new("uint64_t *")
-        code = lib.ss_index_reserve(self._index, device, extents._extents, dropped)
+        code = lib.ss_index_reserve(self._object, device, extents._object, dropped)
         check(code, f"reserving the extents of device {device}")
         return int(dropped[0])
 
@@ -413,16 +402,16 @@ class Index:
         content = ffi.from_buffer("uint8_t[]", records, require_writable=True)
         self._slot[0] = cursor
         pointer = ffi.cast("struct ss_index_record *", content)
-        count = lib.ss_index_dump(self._index, device, self._slot, pointer, len(records))
+        count = lib.ss_index_dump(self._object, device, self._slot, pointer, len(records))
         return int(self._slot[0]), int(count)
 
     def dump_names(self, puts: "NDArray[np.void]") -> bytes:
         """Return the NAME records of the objects of a dump() that have names."""
         content = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", puts))
-        count = lib.ss_index_dump_names(self._index, content, len(puts), ffi.NULL, 0)
+        count = lib.ss_index_dump_names(self._object, content, len(puts), ffi.NULL, 0)
         records = bytearray(count * INDEX_RECORD_DTYPE.itemsize)
         pointer = ffi.cast("struct ss_index_record *", ffi.from_buffer("uint8_t[]", records))
-        lib.ss_index_dump_names(self._index, content, len(puts), pointer, count)
+        lib.ss_index_dump_names(self._object, content, len(puts), pointer, count)
         return bytes(records)
 
     def superseded(self, device: int) -> list[tuple[int, bytes]]:
@@ -431,7 +420,7 @@ class Index:
         records = ffi.new("struct ss_index_record[]", _SUPERSEDED_AT_ONCE)
         self._slot[0] = 0
         while True:
-            count = lib.ss_index_superseded(self._index, device, self._slot, records, _SUPERSEDED_AT_ONCE)
+            count = lib.ss_index_superseded(self._object, device, self._slot, records, _SUPERSEDED_AT_ONCE)
             found += [(records[at].tenant, bytes(ffi.buffer(records[at].key))) for at in range(count)]
             if not self._slot[0]:
                 return found
@@ -441,42 +430,32 @@ def _wrong_key(key: bytes) -> ValueError:
     return ValueError(f"an index key has {INDEX_KEY_BYTES} bytes, not {len(key)}")
 
 
-class Extents:
+class Extents(Owner):
     """Allocator of runs of blocks of a device or an arena. Not thread-safe."""
 
+    destructor = "ss_extents_close"
+
     def __init__(self, blocks: int) -> None:
-        pointer = ffi.new("struct ss_extents **")
-        self._extents: Any = ffi.NULL
-        check(lib.ss_extents_open(min(max(blocks, 0), 0xFFFFFFFF), pointer), f"making an allocator of {blocks} blocks")
-        self._extents = pointer[0]
-        self.blocks = blocks
-
-    def close(self) -> None:
-        """Free the memory. A second call does nothing; no other method may be called afterwards."""
-        extents, self._extents = self._extents, ffi.NULL
-        if extents != ffi.NULL:
-            lib.ss_extents_close(extents)
-
-    def __del__(self) -> None:
-        if getattr(self, "_extents", None) and lib is not None:
-            self.close()
+        self.blocks, most = blocks, min(max(blocks, 0), 0xFFFFFFFF)
+        operation = f"making an allocator of {blocks} blocks"
+        super().__init__("ss_extents", lambda pointer: lib.ss_extents_open(most, pointer), operation)
 
     def allocate(self, count: int) -> int | None:
         """Return the first of ``count`` blocks; None if no free run is long enough."""
-        first = int(lib.ss_extents_allocate(self._extents, count))
+        first = int(lib.ss_extents_allocate(self._object, count))
         return None if first == 0xFFFFFFFF else first
 
     def free(self, first: int, count: int) -> None:
         """Free blocks. NativeError: a block is already free, or does not exist."""
-        code = lib.ss_extents_free(self._extents, first, count)
+        code = lib.ss_extents_free(self._object, first, count)
         if code:
             check(code, f"freeing {count} blocks at {first} of {self.blocks}")
 
     def reserve(self, first: int, count: int) -> None:
         """Reserve these blocks. NativeError: a block is already reserved, or does not exist."""
-        code = lib.ss_extents_reserve(self._extents, first, count)
+        code = lib.ss_extents_reserve(self._object, first, count)
         check(code, f"reserving {count} blocks at {first} of {self.blocks}")
 
     @property
     def free_blocks(self) -> int:
-        return int(lib.ss_extents_free_blocks(self._extents))
+        return int(lib.ss_extents_free_blocks(self._object))

@@ -5,8 +5,9 @@ import enum
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 
@@ -38,6 +39,29 @@ class Closing(abc.ABC):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+class Owner(Closing):
+    """Owner of an object of the C core, which the function ``destructor`` frees."""
+
+    destructor: ClassVar[str]
+
+    def __init__(self, struct: str, make: Callable[[Any], int], operation: str) -> None:
+        """Let ``make`` store the object at the pointer that it gets; NativeError, of ``operation``, if it fails."""
+        self._object: Any = ffi.NULL
+        pointer = ffi.new(f"struct {struct} **")
+        check(make(pointer), operation)
+        self._object = pointer[0]
+
+    def close(self) -> None:
+        """Free the object. A second call does nothing; no other method may be called afterwards."""
+        made, self._object = self._object, ffi.NULL
+        if made != ffi.NULL:
+            getattr(lib, self.destructor)(made)
+
+    def __del__(self) -> None:
+        if getattr(self, "_object", None) and lib is not None:
+            self.close()
 
 
 class Result(enum.IntEnum):

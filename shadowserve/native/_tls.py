@@ -4,7 +4,7 @@ import enum
 from typing import TYPE_CHECKING, Any, Final
 
 from shadowserve.errors import NativeError
-from shadowserve.native._library import Result, check, ffi, lib
+from shadowserve.native._library import Owner, Result, check, ffi, lib
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -65,53 +65,47 @@ class Tls:
             lib.ss_tls_destroy(tls)
 
 
-class TlsSession:
+class TlsSession(Owner):
     """TLS session on one connected, non-blocking socket of the caller (``struct ss_tls_session``).
 
     The methods below never block. Each returns the event that it waits for. Call it again with the same arguments when
     the socket is ready. Only one thread at a time may use a session. The caller keeps the socket open until
-    :meth:`close`. The server's certificate must have ``name``, a host name or an IP address.
+    :meth:`close`, which sends close_notify if the socket has room. The server's certificate must have ``name``, a host
+    name or an IP address.
     """
 
+    destructor = "ss_tls_session_destroy"
+
     def __init__(self, tls: Tls, socket: int, name: str) -> None:
-        self._session: Any = ffi.NULL
-        pointer = ffi.new("struct ss_tls_session **")
-        check(lib.ss_tls_session_create(tls._tls, socket, name.encode(), pointer), f"beginning TLS with {name}")
-        self._session = pointer[0]
+        def make(pointer: Any) -> int:
+            return int(lib.ss_tls_session_create(tls._tls, socket, name.encode(), pointer))
 
-    def __del__(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Send close_notify if the socket has room, and free the session. The socket stays open; idempotent."""
-        session, self._session = self._session, ffi.NULL
-        if session != ffi.NULL:
-            lib.ss_tls_session_destroy(session)
+        super().__init__("ss_tls_session", make, f"beginning TLS with {name}")
 
     @property
     def handle(self) -> Any:
-        return self._session
+        return self._object
 
     @property
     def has_pending(self) -> bool:
-        return bool(lib.ss_tls_has_pending(self._session))
+        return bool(lib.ss_tls_has_pending(self._object))
 
     @property
     def reason(self) -> str:
         """Reason of the session's end; empty while it is open."""
-        return str(ffi.string(lib.ss_tls_reason(self._session)).decode("utf-8", "replace"))
+        return str(ffi.string(lib.ss_tls_reason(self._object)).decode("utf-8", "replace"))
 
     def handshake(self) -> tuple[Result, TlsWant]:
         """Continue the handshake; ``Result.OK`` and ``TlsWant.NOTHING`` when it is complete."""
         events = ffi.new("uint32_t *")
-        result = lib.ss_tls_handshake(self._session, events)
+        result = lib.ss_tls_handshake(self._object, events)
         return Result(result), _WANTS[events[0]]
 
     def send(self, data: "ReadableBuffer") -> tuple[Result, TlsWant, int]:
         """Send bytes without blocking; the last item of the result is the number of bytes sent."""
         events, sent = ffi.new("uint32_t *"), ffi.new("size_t *")
         with ffi.from_buffer("uint8_t[]", data) as memory:
-            result = lib.ss_tls_send(self._session, memory, len(memory), sent, events)
+            result = lib.ss_tls_send(self._object, memory, len(memory), sent, events)
         return Result(result), _WANTS[events[0]], int(sent[0])
 
     def receive(self, size: int) -> tuple[Result, TlsWant, bytes]:
@@ -124,5 +118,5 @@ class TlsSession:
         """Receive available bytes into memory; the last item of the result is their number."""
         events, received = ffi.new("uint32_t *"), ffi.new("size_t *")
         with ffi.from_buffer("uint8_t[]", memory, require_writable=True) as room:
-            result = lib.ss_tls_receive(self._session, room, len(room), received, events)
+            result = lib.ss_tls_receive(self._object, room, len(room), received, events)
         return Result(result), _WANTS[events[0]], int(received[0])
