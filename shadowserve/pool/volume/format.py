@@ -7,6 +7,7 @@ raise :class:`FormatError` for a message to the user.
 
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -17,6 +18,8 @@ VERSION: Final = 1
 BLOCK_BYTES: Final = 4096
 RECORD_BYTES: Final = 128
 RECORDS_PER_BLOCK: Final = 31
+RECORDS_BYTES: Final = RECORD_BYTES * RECORDS_PER_BLOCK
+"""Bytes of the records of a full block."""
 SUPERBLOCK_OFFSETS: Final = (0, 1 << 20)
 """The copies are so far apart that overwriting a device's beginning (a partition table, mkfs) leaves one."""
 NAME_PIECE_BYTES: Final = 80
@@ -238,6 +241,25 @@ def pack_block(magic: bytes, volume_id: bytes, header: BlockHeader, records: byt
     """Return a block with up to 31 records."""
     numbers = header.sequence, header.epoch, header.previous_epoch, header.durable
     return _pack_block(_BLOCK, _CRC_AT_BLOCK, magic, VERSION, header.count, 0, volume_id, *numbers, records=records)
+
+
+def pack_blocks(
+    target: memoryview,
+    magic: bytes,
+    volume_id: bytes,
+    records: memoryview,
+    header_of: Callable[[int, int], BlockHeader],
+) -> int:
+    """Write blocks with these records into ``target``; return their number.
+
+    ``header_of`` returns the header of a block by its position and its number of records.
+    """
+    blocks = -(-len(records) // RECORDS_BYTES)
+    for block in range(blocks):
+        part = records[block * RECORDS_BYTES : (block + 1) * RECORDS_BYTES]
+        packed = pack_block(magic, volume_id, header_of(block, len(part) // RECORD_BYTES), part)
+        target[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = packed
+    return blocks
 
 
 def unpack_block(magic: bytes, volume_id: bytes, data: memoryview | bytes) -> BlockHeader | None:

@@ -17,11 +17,11 @@ from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
     RECORD_BYTES,
-    RECORDS_PER_BLOCK,
+    RECORDS_BYTES,
     BlockHeader,
     Layout,
     Superblock,
-    pack_block,
+    pack_blocks,
 )
 
 GROUP_BLOCKS_MAX: Final = 256
@@ -86,7 +86,7 @@ class Log:
     @property
     def blocks_free(self) -> int:
         """Blocks that may still be written, without those for appended records."""
-        pending = -(-len(self._pending) // (RECORD_BYTES * RECORDS_PER_BLOCK))
+        pending = -(-len(self._pending) // RECORDS_BYTES)
         return self._layout.log_blocks - (self.sequence - self.first) - pending
 
     @property
@@ -123,33 +123,22 @@ class Log:
             return
         self._busy = True
         self._flushing, self._flushes = self._flushes, []
-        count = min(len(self._pending), RECORD_BYTES * RECORDS_PER_BLOCK * (self._buffer.size // BLOCK_BYTES))
+        count = min(len(self._pending), RECORDS_BYTES * (self._buffer.size // BLOCK_BYTES))
         if not count:
             self._flush()
             return
         with memoryview(self._pending) as pending:
-            blocks = self._pack(pending[:count])
+            blocks = pack_blocks(
+                self._buffer.view, LOG_MAGIC, self._superblock.volume_id, pending[:count], self._header
+            )
         del self._pending[:count]
         self._group_records = self._durable_records + count // RECORD_BYTES
         self._write(blocks)
 
-    def _pack(self, records: memoryview) -> int:
-        step = RECORD_BYTES * RECORDS_PER_BLOCK
-        blocks = 0
-        for start in range(0, len(records), step):
-            part = records[start : start + step]
-            header = BlockHeader(
-                count=len(part) // RECORD_BYTES,
-                sequence=self.sequence + blocks,
-                epoch=self._epoch,
-                previous_epoch=self._previous_epoch,
-                durable=self.durable,
-            )
-            block = pack_block(LOG_MAGIC, self._superblock.volume_id, header, part)
-            self._buffer.view[blocks * BLOCK_BYTES : (blocks + 1) * BLOCK_BYTES] = block
-            self._previous_epoch = self._epoch
-            blocks += 1
-        return blocks
+    def _header(self, block: int, count: int) -> BlockHeader:
+        """Return the header of the next block of a group; called for each in order."""
+        previous_epoch, self._previous_epoch = self._previous_epoch, self._epoch
+        return BlockHeader(count, self.sequence + block, self._epoch, previous_epoch, self.durable)
 
     def _write(self, blocks: int) -> None:
         place = self.sequence % self._layout.log_blocks

@@ -18,12 +18,13 @@ from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     RECORD_BYTES,
+    RECORDS_BYTES,
     RECORDS_PER_BLOCK,
     SNAPSHOT_MAGIC,
     BlockHeader,
     SnapshotHeader,
     Superblock,
-    pack_block,
+    pack_blocks,
     pack_name,
 )
 from shadowserve.pool.volume.log import Log, Submit
@@ -125,16 +126,15 @@ class Snapshot:
         return self._superblock.layout.snapshot_firsts[self._generation % 2]
 
     def step(self) -> None:
-        block_bytes = RECORDS_PER_BLOCK * RECORD_BYTES
         self.wants_step = False
         for _ in range(_DUMPS_PER_STEP):
-            if self._dump.ended or len(self._pending) >= block_bytes:
+            if self._dump.ended or len(self._pending) >= RECORDS_BYTES:
                 break
             self._pending += self._dump.next()
-        if not self._dump.ended and len(self._pending) < block_bytes:
+        if not self._dump.ended and len(self._pending) < RECORDS_BYTES:
             self.wants_step = True
         elif self._pending:
-            self._write_slice(SLICE_BLOCKS * block_bytes)
+            self._write_slice(SLICE_BLOCKS * RECORDS_BYTES)
         else:
             # Every change that a slice may have comes into the log; then log and slices become durable.
             self._settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
@@ -143,30 +143,21 @@ class Snapshot:
         # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
         count = min(len(self._pending), room)
         if not self._dump.ended:
-            count -= count % (RECORDS_PER_BLOCK * RECORD_BYTES)
-        blocks = -(-count // (RECORDS_PER_BLOCK * RECORD_BYTES))
+            count -= count % RECORDS_BYTES
+        blocks = -(-count // RECORDS_BYTES)
         if 1 + self._blocks + blocks > self._superblock.layout.snapshot_blocks:
             self._fail(OSError(f"snapshot {self._generation} does not fit its region: too many changes"))
             return
-        with memoryview(self._pending) as pending:
-            for block in range(blocks):
-                start = block * RECORDS_PER_BLOCK * RECORD_BYTES
-                part = pending[start : min(start + RECORDS_PER_BLOCK * RECORD_BYTES, count)]
-                header = BlockHeader(
-                    count=len(part) // RECORD_BYTES,
-                    sequence=self._blocks + block,
-                    epoch=self._generation,
-                    previous_epoch=0,
-                    durable=0,
-                )
-                packed = pack_block(SNAPSHOT_MAGIC, self._superblock.volume_id, header, part)
-                self._buffer.view[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = packed
-                part.release()
+        with memoryview(self._pending) as pending, pending[:count] as records:
+            pack_blocks(self._buffer.view, SNAPSHOT_MAGIC, self._superblock.volume_id, records, self._header)
         del self._pending[:count]
         place = self._region + 1 + self._blocks
         self._blocks += blocks
         self._records += count // RECORD_BYTES
         self._write(place, blocks, self.step)
+
+    def _header(self, block: int, count: int) -> BlockHeader:
+        return BlockHeader(count, self._blocks + block, self._generation, previous_epoch=0, durable=0)
 
     def _write(self, place: int, blocks: int, proceed: Callable[[], None]) -> None:
         self.written_bytes += blocks * BLOCK_BYTES
