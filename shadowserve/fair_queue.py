@@ -1,11 +1,9 @@
 """A fair queue: start-time fair queueing on two levels, tenants and then clients. No clock, no I/O."""
 
-import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterator
+from heapq import heappop, heappush
 from typing import Any, Generic, TypeVar
-
-from sortedcontainers import SortedList
 
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
@@ -14,13 +12,15 @@ V = TypeVar("V")
 class _Turns(Generic[V]):
     """Names that wait, each with a value. The next one is that with the least cost since it began to wait."""
 
+    __slots__ = ("_clock", "_costs", "_count", "_order", "_places", "values")
+
     def __init__(self) -> None:
         self.values: dict[Hashable, V] = {}
         self._clock = 0.0
         self._costs: dict[Hashable, float] = {}  # also of names that do not wait and have had more than others
-        self._numbers = itertools.count()
+        self._count = 0
         self._places: dict[Hashable, tuple[float, int, Hashable]] = {}  # cost, tie-breaker, name
-        self._order: Any = SortedList()  # the same
+        self._order: list[tuple[float, int, Hashable]] = []  # heap of these, and of earlier ones
 
     def enter(self, name: Hashable, value: V) -> None:
         """Let a name wait; it gets no turns for the time before."""
@@ -29,29 +29,33 @@ class _Turns(Generic[V]):
         self._place(name)
 
     def _place(self, name: Hashable) -> None:
-        place = self._places[name] = self._costs[name], next(self._numbers), name
-        self._order.add(place)
+        self._count += 1
+        place = self._places[name] = self._costs[name], self._count, name
+        heappush(self._order, place)
 
     def names(self) -> list[Any]:
         """Return the waiting names, the next one first."""
-        return [name for *_, name in self._order]
+        return [name for *_, name in sorted(self._places.values())]
 
     @property
     def next(self) -> Any:
-        return self._order[0][2]
+        order, places = self._order, self._places
+        while places.get(order[0][2]) is not order[0]:
+            heappop(order)
+        return order[0][2]
 
     def charge(self, name: Hashable, cost: float) -> None:
         self._clock = max(self._clock, self._costs[name])
         self._costs[name] += cost
-        self._order.remove(self._places[name])
         self._place(name)
 
     def leave(self, name: Hashable) -> None:
-        del self.values[name]
-        self._order.remove(self._places.pop(name))
+        del self.values[name], self._places[name]
         if len(self._costs) > 2 * len(self.values) + 16:
             costs = self._costs.items()
             self._costs = {each: cost for each, cost in costs if each in self.values or cost > self._clock}
+        if len(self._order) > 2 * len(self.values) + 16:
+            self._order = sorted(self._places.values())
 
 
 class FairQueue(Generic[T]):
