@@ -11,8 +11,8 @@ from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
 from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
-from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket
-from shadowserve.pool.writes import WRITABLE_SHARE, joined
+from shadowserve.pool.volume.tickets import OutOfBudgetError, Ticket, joined
+from shadowserve.pool.writes import WRITABLE_SHARE
 
 
 class DevicePool(Pool):

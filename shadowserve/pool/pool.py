@@ -24,9 +24,9 @@ from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
 from shadowserve.pool.statistics import Statistics, pool_statistics, tenant_statistics
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
-from shadowserve.pool.volume.tickets import Ticket
+from shadowserve.pool.volume.tickets import Ticket, joined
 from shadowserve.pool.volume.volume import Call
-from shadowserve.pool.writes import WaitingWriters, Writer, joined
+from shadowserve.pool.writes import WaitingWriters, Writer
 
 _TURN_MS: Final = 100
 

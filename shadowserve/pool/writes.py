@@ -5,7 +5,7 @@ and its record, and flushes. The entry can be read from memory all the time. ``w
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -17,7 +17,7 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.types import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.tickets import BusyError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, Ticket, joined
 from shadowserve.pool.write_states import ENDS, OldCopy, State, Write
 
 _SEALED_PER_TURN: Final = 32
@@ -335,11 +335,3 @@ class WaitingWriters:
 
     def _count_free_blocks(self) -> int:
         return sum(disk.volume.free_blocks for disk in self._core.disks if disk.gone is None)
-
-
-def joined(tickets: Iterable[Ticket | None]) -> Ticket | None:
-    """Return a ticket that settles with the last of several, with the first error; None if there are none."""
-    waiting = [ticket for ticket in tickets if ticket is not None]
-    if len(waiting) < 2:
-        return waiting[0] if waiting else None
-    return Ticket.of(*waiting)

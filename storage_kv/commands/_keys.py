@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 
-from shadowserve.pool.volume.tickets import Ticket
+from shadowserve.pool.volume.tickets import Ticket, joined
 from shadowserve.resp import encode, encode_array_header, encode_bulk
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,
@@ -47,17 +47,16 @@ def delete(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     They wait also for absent keys, because a reply promises that they stay absent: another client's removal may not be
     durable yet, or the key was on a device that was given up, and the others have not logged that yet.
     """
-    tickets: list[Ticket] = []
+    tickets: list[Ticket | None] = []
 
     def remove(names: Sequence[Argument], _: int) -> int:
         count = sum(node.store.remove(session.qualify(name)) for name in names)
         # In each step: a later barrier may not report the failures of an earlier step.
-        if (ticket := node.store.barrier()) is not None:
-            tickets.append(ticket)
+        tickets.append(node.store.barrier())
         return count
 
     def finish(count: int) -> Reply:
-        return when_durable(node, Ticket.of(*tickets) if tickets else None, "DEL", b":%d\r\n" % count)
+        return when_durable(node, joined(tickets), "DEL", b":%d\r\n" % count)
 
     return count_in_steps(arguments[1:], remove, finish)
 

@@ -8,7 +8,7 @@ from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.keys import KEY_BYTES
 from shadowserve.pool.types import KEY_BYTES_MAX, Address, Item
-from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket, joined
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
 from storage_kv.commands._arguments import (
     KEYS_AT_A_TIME,
@@ -361,7 +361,7 @@ def _put_pairs(
     reply: bytes,
 ) -> Reply:
     """Store several values in order, some in each step, except records over records."""
-    position, tickets = 0, list[Ticket]()
+    position, tickets = 0, list[Ticket | None]()
 
     def step() -> Reply | None:
         nonlocal position
@@ -379,10 +379,10 @@ def _put_pairs(
                 if position == began:
                     raise
                 return None
-            tickets.extend([] if ticket is None else [ticket])
+            tickets.append(ticket)
             position += 1
         if position < len(pairs):
             return None
-        return when_durable(node, Ticket.of(*tickets) if tickets else None, operation, reply)
+        return when_durable(node, joined(tickets), operation, reply)
 
     return in_steps(step)

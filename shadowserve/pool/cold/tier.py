@@ -25,8 +25,7 @@ from shadowserve.pool.entries import is_chunk_key, parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
-from shadowserve.pool.volume.tickets import Ticket
-from shadowserve.pool.writes import joined
+from shadowserve.pool.volume.tickets import Ticket, joined
 
 _STEP_S: Final = 0.05
 
@@ -260,7 +259,7 @@ class ColdTier(Part):
         waited += [each for _, each in self._new if not each.settled or each.failed]
         self._in_barrier = [each for each in (*self._in_barrier, *self._new) if not each[1].settled]
         self._new = []
-        return Ticket.of(*waited) if waited else None
+        return joined(waited)
 
     # ---- Threads
 

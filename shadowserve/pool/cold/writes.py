@@ -23,7 +23,7 @@ from shadowserve.pool.cold.part import Shared, ThreadedPart
 from shadowserve.pool.entries import parse_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import Address, Lease
-from shadowserve.pool.volume.tickets import Ticket
+from shadowserve.pool.volume.tickets import Ticket, joined
 
 _log = logging.getLogger(__name__)
 
@@ -137,11 +137,9 @@ class ColdWriter(ThreadedPart):
 
     @staticmethod
     def _await_end(packing: list[_Packing]) -> Ticket | None:
-        tickets = []
         for each in packing:
-            tickets.append(Ticket())
-            each.removal_tickets.append(tickets[-1])
-        return Ticket.of(*tickets) if tickets else None
+            each.removal_tickets.append(Ticket())
+        return joined(each.removal_tickets[-1] for each in packing)
 
     def hurry(self) -> None:
         with self._changed:

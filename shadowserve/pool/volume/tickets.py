@@ -1,7 +1,7 @@
 """Tickets: the outcome of a change that is not durable yet; and why a change is refused."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from shadowserve import errors
 from shadowserve.errors import ShadowServeError
@@ -74,3 +74,11 @@ class Ticket:
             waiting, self._done = self._done, []
         for done in waiting:
             done(error)
+
+
+def joined(tickets: Iterable[Ticket | None]) -> Ticket | None:
+    """Return a ticket that settles with the last of several, with the first error; None if there are none."""
+    waiting = [ticket for ticket in tickets if ticket is not None]
+    if len(waiting) < 2:
+        return waiting[0] if waiting else None
+    return Ticket.of(*waiting)
