@@ -47,7 +47,7 @@ _CHAIN_PREFIX: Final = b"shadowserve chain 3\0"
 _TAIL_PREFIX: Final = b"shadowserve tail 2\0"
 _PRIVATE_PREFIX: Final = b"shadowserve private 1\0"
 _RECORD_PREFIX: Final = b"shadowserve record 4\0"
-_STORAGE_PREFIX: Final = b"kv:"
+STORAGE_PREFIX: Final = b"kv:"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,4 +306,4 @@ def block_hash(key: bytes) -> int:
 
 def storage_key(key: bytes) -> bytes:
     """Return the key on the storage server: ``kv:`` and 64 hexadecimal digits."""
-    return _STORAGE_PREFIX + key.hex().encode()
+    return STORAGE_PREFIX + key.hex().encode()

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from shadowserve.keys import storage_key
 from shadowserve.native import NO_PARENT, OBJECT_HEADER_BYTES, IndexPlace, RecordFlag
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import MEMORY_ONLY, NAMED, Entry, ParsedKey, PoolItem, chunk_key, parse_key
+from shadowserve.pool.entries import MEMORY_ONLY, NAMED, Entry, ParsedKey, PoolItem, parse_key
 from shadowserve.pool.placement import Location
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
@@ -140,7 +141,7 @@ class DevicePool(Pool):
         core.counters.lookups += len(lent)
         core.counters.lookup_ns += core.ticks() - began
         if len(lent) < len(keys):  # removes the entry if it has expired
-            self.get((DEFAULT_TENANT, chunk_key(keys[len(lent)])))
+            self.get((DEFAULT_TENANT, storage_key(keys[len(lent)])))
         return lent
 
     def return_extents(self, lent: Sequence[IndexPlace]) -> None:

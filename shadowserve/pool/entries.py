@@ -8,13 +8,13 @@ import hashlib
 from binascii import unhexlify
 from typing import Final
 
+from shadowserve.keys import STORAGE_PREFIX
 from shadowserve.native import IndexEntry, ObjectFields, RecordFlag
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.types import Address, Item
 from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of, object_fields
 
-_PREFIX: Final = b"kv:"
-CHUNK_KEY_BYTES: Final = len(_PREFIX) + 64
+CHUNK_KEY_BYTES: Final = len(STORAGE_PREFIX) + 64
 """Length of a chunk's key."""
 
 
@@ -31,22 +31,17 @@ def parse_key(address: Address) -> ParsedKey:
 
 def is_chunk_key(text: bytes) -> bool:
     """Return whether a key may be a chunk's, by a quick test."""
-    return len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX)
+    return len(text) == CHUNK_KEY_BYTES and text.startswith(STORAGE_PREFIX)
 
 
 def chunk_of(text: bytes) -> bytes | None:
     """Return the 32 bytes of a chunk's key; None for any other key."""
-    if len(text) == CHUNK_KEY_BYTES and text.startswith(_PREFIX) and text.islower():  # the prefix has letters
+    if len(text) == CHUNK_KEY_BYTES and text.startswith(STORAGE_PREFIX) and text.islower():  # the prefix has letters
         try:  # suppress() would take twice the time, for each put
             return unhexlify(text[3:])
         except ValueError:
             return None
     return None
-
-
-def chunk_key(key: bytes) -> bytes:
-    """Return the client's key of a chunk."""
-    return _PREFIX + key.hex().encode()
 
 
 NAMED: Final = int(RecordFlag.NAMED)  # an int, since operators of IntFlag are slow

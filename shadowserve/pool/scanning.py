@@ -7,10 +7,11 @@ with the seed a client could choose keys that collide. So clients get enciphered
 import hashlib
 from typing import Final
 
+from shadowserve.keys import storage_key
 from shadowserve.native import Index
 from shadowserve.pool.clears import SCAN_LINES
 from shadowserve.pool.core import Core
-from shadowserve.pool.entries import Entry, chunk_key
+from shadowserve.pool.entries import Entry
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 
 _ROUNDS: Final = 4
@@ -66,5 +67,5 @@ def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, 
             core.drop_lost(entry, "device_gone")
             continue
         name = index.name(slot)
-        found.append(chunk_key(fields.key) if name is None else name)
+        found.append(storage_key(fields.key) if name is None else name)
     return position, found

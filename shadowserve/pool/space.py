@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from shadowserve.keys import storage_key
 from shadowserve.pool.arena import Buffer
 from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import MEMORY_ONLY, Entry, chunk_key
+from shadowserve.pool.entries import MEMORY_ONLY, Entry
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address
 from shadowserve.pool.volume.format import BLOCK_BYTES, blocks_of
 from shadowserve.pool.volume.tickets import OutOfBudgetError
@@ -203,7 +204,7 @@ class Space:
 
     def _is_held_back(self, slot: int) -> bool:
         fields = self._core.index.read(slot)
-        return fields.header_length > 0 and self.held_back((fields.tenant, chunk_key(fields.key)))
+        return fields.header_length > 0 and self.held_back((fields.tenant, storage_key(fields.key)))
 
     def _heaviest(self, device: int) -> int | None:
         """Return the tenant that is most beyond an equal share of the budget and has an object on the device."""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shadowserve import record
 from shadowserve.errors import RecordError
-from shadowserve.keys import KEY_BYTES
+from shadowserve.pool.entries import chunk_of
 from shadowserve.pool.types import KEY_BYTES_MAX, Address, Item
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket, joined
 from shadowserve.resp import encode_array_header, encode_bulk_header, encode_null
@@ -221,11 +221,8 @@ _NO_RECORD = _RecordInfo(0, b"")
 
 def _verify(key: bytes, value: Argument) -> "_RecordInfo | str":
     """Verify a record of ``key``; return its description, or an error text. Runs in any thread."""
-    try:
-        name = bytes.fromhex(key[3:].decode("ascii")) if key.startswith(b"kv:") else b""
-    except ValueError:
-        name = b""
-    if len(name) != KEY_BYTES or key[3:] != name.hex().encode():
+    name = chunk_of(key)
+    if name is None:
         return "its key is not 'kv:' and 64 lower-case hexadecimal digits"
     try:
         header = record.verify(value, name)

@@ -9,9 +9,10 @@ from pool_support import DEVICE_BYTES, simulated_pool
 from simulated_device import SimulatedDevice
 from store_driver import Driver
 
+from shadowserve.keys import storage_key
 from shadowserve.native import ANY, Index, IndexPolicy
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.entries import chunk_key, parse_key
+from shadowserve.pool.entries import parse_key
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.next_use import REQUESTS_MAX, NextUse
 
@@ -197,7 +198,7 @@ def test_requests_beyond_the_limit_are_refused() -> None:
 
 def test_a_full_device_evicts_the_last_requests_entries() -> None:
     driver = Driver(simulated_pool([SimulatedDevice(DEVICE_BYTES, seed=1, name="simulated")]))
-    keys = [chunk_key(key) for key in KEYS[:60]]
+    keys = [storage_key(key) for key in KEYS[:60]]
     for key in keys[:20]:
         driver.put(key, b"x" * 20_000)
     with driver.lock:
@@ -216,7 +217,7 @@ def test_a_full_device_evicts_the_last_requests_entries() -> None:
 def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:
     pool = MemoryPool.open(PoolConfig(memory_budget_bytes=1 << 20))
     try:
-        addresses = [(0, chunk_key(key)) for key in KEYS]
+        addresses = [(0, storage_key(key)) for key in KEYS]
         for address in addresses[:40]:
             pool.put(address, b"x" * 10_000)
         parsed = [parse_key(address)[1] for address in addresses]
