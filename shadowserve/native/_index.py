@@ -3,7 +3,7 @@
 import enum
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -404,6 +404,14 @@ class Index(Owner):
         pointer = ffi.cast("struct ss_index_record *", content)
         count = lib.ss_index_dump(self._object, device, self._slot, pointer, len(records))
         return int(self._slot[0]), int(count)
+
+    def dump_all(self, at_once: int) -> "Iterator[NDArray[np.void]]":
+        """Yield the PUT records of all objects, at most ``at_once`` in an array, which the next one overwrites."""
+        records, cursor, is_first = np.zeros(at_once, INDEX_RECORD_DTYPE), 0, True
+        while cursor or is_first:
+            is_first = False
+            cursor, count = self.dump(cursor, records)
+            yield records[:count]
 
     def dump_names(self, puts: "NDArray[np.void]") -> bytes:
         """Return the NAME records of the objects of a dump() that have names."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from shadowserve.block import Operation, OperationKind, Priority
 from shadowserve.errors import ConfigurationError, DeviceError, NativeError, is_passing
-from shadowserve.native import INDEX_RECORD_DTYPE, BlockAccess, Index, IndexPolicy, RecordFlag
+from shadowserve.native import BlockAccess, Index, IndexPolicy, RecordFlag
 from shadowserve.native import BlockDevice as NativeDevice
 from shadowserve.pool.arena import Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
@@ -370,12 +370,8 @@ def _log_recovery(volume: Volume) -> None:
 
 def _count_entries(core: Core) -> None:
     """Count what the index does not sum up: bytes of records, and pins."""
-    records = np.zeros(_CENSUS_OBJECTS, dtype=INDEX_RECORD_DTYPE)
-    now_s, cursor, first = core.now_s(), 0, True
-    while first or cursor:
-        first = False
-        cursor, count = core.index.dump(cursor, records)
-        some = records[:count]
+    now_s = core.now_s()
+    for some in core.index.dump_all(_CENSUS_OBJECTS):
         heads = some[(some["flags"] & RecordFlag.RECORD) != 0]
         for tenant in np.unique(heads["tenant"]):
             lengths = heads["length"][heads["tenant"] == tenant]

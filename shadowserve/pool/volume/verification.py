@@ -9,7 +9,6 @@ import numpy as np
 from shadowserve import record
 from shadowserve.errors import RecordError
 from shadowserve.native import (
-    INDEX_RECORD_DTYPE,
     OBJECT_HEADER_BYTES,
     Index,
     IndexEntry,
@@ -132,14 +131,7 @@ def _check_recovery(found: Verification, report: RecoveryReport, bad_copies: Ite
 
 
 def _check_objects(found: Verification, reader: BlockReader, index: Index, progress: Progress) -> None:
-    records = np.zeros(_SLICE_RECORDS, INDEX_RECORD_DTYPE)
-    parts, cursor = [], 0
-    while True:
-        cursor, count = index.dump(cursor, records)
-        parts.append(records[:count].copy())
-        if not cursor:
-            break
-    everything = np.concatenate(parts)
+    everything = np.concatenate([records.copy() for records in index.dump_all(_SLICE_RECORDS)])
     done = 0
     for each in everything[np.argsort(everything["extent"], kind="stable")]:
         entry = IndexEntry.unpack(each.tobytes())
