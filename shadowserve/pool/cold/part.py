@@ -1,4 +1,4 @@
-"""What the parts of the cold tier share, and the base of those with threads."""
+"""The bucket as all parts of the cold tier see it, and the base of those parts that have threads."""
 
 import threading
 from collections.abc import Callable
