@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import click
-
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
@@ -62,10 +60,7 @@ class _Cell:
     "half_width", bars=["whole_ms", "layers_ms", "auto_ms"],
 )  # fmt: skip
 @shape_options(layers=24, hidden=256, heads=4, head_size=64)
-@click.option(
-    "--prompt", "prompts", default=(1024, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
-    type=click.IntRange(2 * DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt; repeatable.",
-)  # fmt: skip
+@whole("--prompt prompts", (1024, 2048, 4096), "Tokens of a prompt; repeatable.", 2 * DEFAULT_CHUNK_TOKENS)
 @real("--stored share", 0.5, "Stored part of each prompt.", 0.01, 0.99)
 @real("--link links", (1.0, 0.25, 0.1), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
 @whole("--learning", 8, "Prompts of each cell that come first and do not count.")

@@ -20,7 +20,7 @@ from typing import Final
 import click
 
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
+from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import Bed, held_tokens
 from shadowserve_tools.bench.parts.serving import Model, check_answer, check_cached, made_up, shape_options
 from shadowserve_tools.processes import Programs
@@ -72,10 +72,7 @@ class _Results:
     "half_width", bars=["no_cache_ms", "always_fetch_ms", "deciding_ms"],
 )  # fmt: skip
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
-@click.option(
-    "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
-    type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a stored prompt; repeatable.",
-)  # fmt: skip
+@whole("--prompt prompts", (512, 2048, 4096), "Tokens of a stored prompt; repeatable.", DEFAULT_CHUNK_TOKENS)
 @real("--link links", (4.0, 1.0, 0.25, 0.05), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
 @click.option(
     "--layer-order", is_flag=True, help="Also load layer by layer, where the policy predicts that it is faster."
