@@ -4,6 +4,7 @@ A benchmark is a click command with ``output_options``. It fills a ``Report`` an
 """
 
 import functools
+import gc
 import hashlib
 import inspect
 import json
@@ -118,6 +119,12 @@ def cpu_s(process: psutil.Process) -> float:
         return time.clock_gettime(~process.pid << 3 | 2)
     except OSError as error:
         raise ShadowServeError(f"process {process.pid} has ended while it was measured; its log says why") from error
+
+
+def resident_bytes() -> int:
+    """Return the resident size of this process without garbage."""
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
 
 
 def repeat(count: int, *runs: Callable[[], Item], description: str = "measuring", warm_up: int = 1) -> list[list[Item]]:

@@ -42,7 +42,7 @@ from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Stack, model_options
 from shadowserve_tools.bench.parts.target import BUDGET, SteadySteps, Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import Programs
@@ -122,7 +122,7 @@ def budget(
     steps = _Steps()
     load = holding(load, 2 * OFTEN, phase_steps)
     load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
-    running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
+    running = Stack(programs, model, load, requests_max)
     fetching, near = _fetching(programs, running, phase_steps)
     paged = _paged(programs, running)
     chunks, longer = MANY // CHUNK_BLOCKS, PAGES_LONGER * phase_steps

@@ -35,6 +35,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
 from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
+from shadowserve_tools.bench.parts.target import fetch_job
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, in_turns, over
@@ -257,11 +258,8 @@ class _Target:
     """Paged memory that whole fetches end in, through the manager that an engine uses."""
 
     def __init__(self, plan: _Plan, manager: KVCacheManager, paged: _Paged, workload: Workload) -> None:
-        self._plan = plan
-        self._manager = manager
-        self._paged = paged
-        self._workload = workload
-        self._count = 0
+        self._plan, self._paged, self._workload = plan, paged, workload
+        self.fetch = functools.partial(fetch_job, manager, workload.keys)
 
     @classmethod
     @contextmanager
@@ -284,18 +282,6 @@ class _Target:
             manager = KVCacheManager(client, registration, scatter, fetch_timeout_s=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)
-
-    def fetch(self) -> float:
-        self._count += 1
-        job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
-        begin = time.perf_counter()
-        results = self._manager.exchange([job])
-        self._manager.wait([job.request_id])
-        seconds = time.perf_counter() - begin
-        (result,) = results + self._manager.exchange()
-        if not result.complete:
-            raise ShadowServeError(f"fetching stopped at chunk {result.chunks[0]}: {result.reason}: {result.detail}")
-        return seconds
 
     def verify(self) -> None:
         chunk = torch.empty(self._workload.layout.raw_bytes, dtype=torch.uint8)

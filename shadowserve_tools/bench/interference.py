@@ -27,7 +27,7 @@ from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
 from shadowserve_tools.bench.parts.options import benchmark, numbers_option, real, repeats_option, whole
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
@@ -102,7 +102,7 @@ def interference(
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
-    running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
+    running = Stack(programs, model, decoding, requests_max)
     _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
     _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
     _report_decoding(report, results)

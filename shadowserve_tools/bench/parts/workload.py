@@ -25,6 +25,7 @@ from shadowserve import native, record
 from shadowserve.addresses import split_address
 from shadowserve.calibration import Steps
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.errors import ShadowServeError
 from shadowserve.keys import (
     DEFAULT_CHUNK_TOKENS,
     KEY_BYTES,
@@ -81,6 +82,13 @@ class Workload:
     @property
     def stored_bytes(self) -> int:
         return sum(map(len, self.records))
+
+    def check(self, memory: Any, count: int | None = None, first: int = 0) -> None:
+        """Compare ``count`` chunks in memory, by default all, with the stored ones from ``first`` on."""
+        size, view = self.layout.raw_bytes, memoryview(memory).cast("B")
+        for index, crc in enumerate(self.crcs[first:][:count]):
+            if native.crc32(view[index * size : (index + 1) * size]) != crc:
+                raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
 
 
 def llama_8b(
