@@ -208,6 +208,14 @@ class Report:
         if limits:
             self.limits[name] = statistics.median(limits)
 
+    def interval(
+        self, name: str, pairs: Sequence[float], goal: str, most: float | None = None, limits: Sequence[float] = ()
+    ) -> None:
+        """Add a ratio, and the half width of its confidence interval, which may be ``most``; None for no goal."""
+        self.ratio(name, pairs, goal, limits)
+        wanted = "none" if most is None else f"at most {most:g}; 95 % confidence"
+        self.ratio(f"{name}_half_width", [half_width(pairs)], wanted)
+
     def data(self) -> dict[str, Any]:
         """Return everything for JSON."""
         return {

@@ -326,14 +326,12 @@ def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interferenc
     kinds = ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE), (PAGES_WITHIN, PAGES_FREE))
     for moved, (within, free) in zip(policies, kinds, strict=True):
         for name, suffix in ((within, ""), (free, "_off")):
-            width = half_width(steps.over[name])
+            slowdowns = [each - 1 for each in steps.over[name]]
+            width = half_width(slowdowns)
             goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
-            ratio = f"{moved}decode_step_slowdown{suffix}"
-            report.ratio(ratio, [each - 1 for each in steps.over[name]], "none" if suffix else goal)
-            width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
-            report.ratio(f"{ratio}_half_width", [width], width_goal)
+            goals = ("none", None) if suffix else (goal, HALF_WIDTH_MAX)
+            report.interval(f"{moved}decode_step_slowdown{suffix}", slowdowns, *goals)
         left, unbound = ([rate / 1e9 for rate in steps.rates[name]] for name in (within, free))
-        report.ratio(f"{moved}rate_left_GB_per_s", left, "none")
-        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left)], "none")
+        report.interval(f"{moved}rate_left_GB_per_s", left, "none")
         report.ratio(f"{moved}rate_off_GB_per_s", unbound, "none")
         report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
