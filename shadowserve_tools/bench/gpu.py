@@ -128,15 +128,17 @@ class _Paged:
         self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
 
-def _seconds(plan: _Plan, run: Callable[[], object]) -> float:
-    """Return the duration of a run: by events on a GPU, by the clock on a CPU."""
+def _seconds(plan: _Plan, work: Callable[[], object]) -> float:
+    """Return the duration of ROW runs: by events on a GPU, by the clock on a CPU."""
     if plan.device.type == "cpu":
         begin = time.perf_counter()
-        run()
+        for _ in range(ROW):
+            work()
         return time.perf_counter() - begin
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
-    run()
+    for _ in range(ROW):
+        work()
     after.record()
     after.synchronize()
     return float(before.elapsed_time(after)) / 1000
@@ -152,16 +154,11 @@ def _scatter(report: Report, plan: _Plan) -> None:
         for mover in dict.fromkeys((plan.mover, "torch")):
             paged = _Paged(plan, order, mover, plan.chunks)
             works["scatter", f"{name}, {mover}"] = functools.partial(paged.scatter, source)
-    runs = {key: functools.partial(_seconds, plan, functools.partial(_repeat, work)) for key, work in works.items()}
+    runs = {key: functools.partial(_seconds, plan, work) for key, work in works.items()}
     taken = in_turns(plan.repeats, runs, "scattering")  # the first turn compiles
     for (what, how), own in taken.items():
         _add_transfer(report, what, how, ROW * plan.batch_bytes, own, f"{ROW} times {plan.batch_bytes >> 20} MiB")
     report.ratio("scatter_over_device_copy", over(taken[copy], taken[ours]), "at least 0.7")
-
-
-def _repeat(work: Callable[[], object]) -> None:
-    for _ in range(ROW):
-        work()
 
 
 def _add_transfer(report: Report, what: str, how: str, size: int, seconds: list[float], note: str) -> None:

@@ -94,7 +94,8 @@ def pool(
 
     def full_and_devices() -> Retrieval:
         retrieval = runs[FULL]()
-        alone.append(_alone(shared, retrieval))
+        read, total = retrieval.device_bytes // _ALONE_SHARE, sum(disk.cap for disk in shared)
+        alone.append([plain_rate(disk, read * disk.cap // total) for disk in shared])
         return retrieval
 
     with disks.capped():
@@ -112,8 +113,7 @@ def pool(
     report.ratio("devices_over_sum", over(rates, sums), "the same without memory")
     orchestration, control = ([getattr(each, name) for each in own] for name in ("orchestration_s", "control_s"))
     report.ratio("orchestration_share", over(orchestration, walls(own)), "at most 0.008 of its time")
-    goal = "with handing reads over and taking them back"
-    report.ratio("control_share", over(control, walls(own)), goal)
+    report.ratio("control_share", over(control, walls(own)), "with handing reads over and taking them back")
     _judge_partial(report, taken, "")
     if not disks.why_not:
         taken = in_turns(repeats, runs, "measuring without caps", warm_up=0)
@@ -161,11 +161,6 @@ def _open(
 def _cold(store: Store, prefix: Prefix) -> Retrieval:
     store.cool()
     return store.retrieve(prefix)
-
-
-def _alone(shared: Sequence[Disk], full: Retrieval) -> list[float]:
-    read, total = full.device_bytes // _ALONE_SHARE, sum(disk.cap for disk in shared)
-    return [plain_rate(disk, read * disk.cap // total) for disk in shared]
 
 
 def _add_rows(report: Report, devices: str, taken: Runs, prefix: Prefix) -> None:
