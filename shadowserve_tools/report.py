@@ -102,11 +102,16 @@ class Cost:
 def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ()) -> Cost:
     """Call ``run`` and return its cost: the CPU time is that of this process and of the given ones."""
     parties = [psutil.Process(), *processes]
-    cpu = sum(cpu_s(party) for party in parties)
-    begin = time.perf_counter()
+    before_s = sum(map(cpu_s, parties))
+    wall_s = timed(run)
+    return Cost(wall_s, sum(map(cpu_s, parties)) - before_s)
+
+
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of a call, elapsed or by another clock."""
+    begin_s = clock()
     run()
-    wall = time.perf_counter() - begin
-    return Cost(wall, sum(cpu_s(party) for party in parties) - cpu)
+    return clock() - begin_s
 
 
 def cpu_s(process: psutil.Process) -> float:

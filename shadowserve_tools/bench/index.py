@@ -25,7 +25,7 @@ from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, resident_bytes, tracked
+from shadowserve_tools.report import Report, resident_bytes, timed, tracked
 
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""
@@ -43,6 +43,7 @@ _WAITING: Final = 256
 _STEPS: Final = 200
 
 Records = NDArray[np.void]
+_timed = functools.partial(timed, clock=time.thread_time)
 
 
 @benchmark("operation", "objects", "us_each", bars=["us_each"])
@@ -93,12 +94,6 @@ def _records(begin: int, end: int) -> Records:
     first = numbers % _CHAIN == 0
     records["parent"][~first] = _keys(numbers[~first] - np.uint64(1))
     return records
-
-
-def _timed(run: Callable[[], object]) -> float:
-    begin = time.thread_time()
-    run()
-    return time.thread_time() - begin
 
 
 def _fill(table: native.Index, objects: int) -> None:

@@ -80,7 +80,7 @@ def pool(
         rates = [device.bandwidth_bytes_per_s for device in learned.devices]
         errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
         report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")
-    stores = _open(programs, disks, full, prefix, size, speeds)
+    stores = _open(programs, disks, full, size, speeds)
     part = prefix.beginning(max(chunks // _ONE_DEVICE_SHARE, 1))
     parts = {FULL: prefix, POOL_ONLY: prefix, PASSTHROUGH_ONLY: part, NEITHER: part}
     for name, store in tracked(stores.items(), "storing"):
@@ -137,9 +137,7 @@ def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Pr
     return full
 
 
-def _open(
-    stack: ExitStack, disks: Disks, full: OurPool, prefix: Prefix, size: int, speeds: Sequence[int]
-) -> dict[str, Store]:
+def _open(stack: ExitStack, disks: Disks, full: OurPool, size: int, speeds: Sequence[int]) -> dict[str, Store]:
     """Open the other systems, with equal devices and the shares that the pool has measured."""
     fastest = max(speeds)
     found = full.statistics()

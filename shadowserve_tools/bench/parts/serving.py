@@ -336,13 +336,17 @@ def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decor
 
 
 def model_options(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> Decorator:
-    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``."""
+    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``.
+
+    With ``requests_max`` 0 there is no such argument.
+    """
     options = {
         "chunks": whole("--prompt-chunks chunks", chunks, "Chunks of 256 tokens in a prompt."),
         "documents": whole("--documents", 4, "Number of documents."),
     }
-    most = whole("--requests-max", requests_max, "Requests that run at one time.")
-    return lambda command: shape_options(layers, 512, 16, 128)(grouped("load", Load, options)(most(command)))
+    shape, load = shape_options(layers, 512, 16, 128), grouped("load", Load, options)
+    most = whole("--requests-max", requests_max, "Requests that run at one time.") if requests_max else lambda its: its
+    return lambda command: shape(load(most(command)))
 
 
 class Host:
