@@ -1,6 +1,6 @@
 """A program that only sends: the limit of every transfer over TCP.
 
-``python -m shadowserve_tools.bench.parts.plain_sender HOST WAY MIB`` has so many mebibytes in memory, and with ``FILE
+``python -m shadowserve_tools.bench.parts.plain_sender HOST WAY MIB`` has MIB mebibytes in memory, and with ``FILE
 CHUNKS`` in place of MIB the chunks of :class:`~shadowserve_tools.bench.peers.driver.Values`. It prints ``ready
 HOST:PORT``, and sends the bytes at each requested place. WAY is ``blocking`` (one call, in which the kernel waits for
 space with the connection locked) or ``polled`` (a call for as much as fits, like an event loop). Either may be faster.
@@ -32,7 +32,7 @@ def sender_command(host: str, way: str, *contents: object) -> list[str]:
 
 
 def start_sender(programs: Programs, mebibytes: int, way: str = "blocking") -> Child:
-    """Run this program on loopback, with so many mebibytes."""
+    """Run this program on loopback, with this number of mebibytes."""
     command = sender_command("127.0.0.1", way, mebibytes)
     return programs.enter_context(started(f"plain_sender-{way}", command, programs.logs))
 
