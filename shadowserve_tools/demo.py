@@ -34,9 +34,10 @@ from host_control.client import DataPlaneClient
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.native import BACKENDS
+from shadowserve_tools.bench.parts.serving import p95
 from shadowserve_tools.charts import Chart, draw, require_matplotlib
 from shadowserve_tools.demo_model import OWN_MODEL, default_model
-from shadowserve_tools.processes import Child, free_port, start_data_plane, start_storage, started
+from shadowserve_tools.processes import Child, free_port, http_request, start_data_plane, start_storage, started
 
 SERVED_NAME: Final = "demo"
 QUIET_S: Final = 3.0
@@ -96,14 +97,8 @@ class Phase:
     def summary(self) -> dict[str, Any]:
         """Return the phase as the demo's JSON has it."""
         values = {key: value for key, value in asdict(self).items() if key not in _LISTS}
-        ordered = sorted(self.ttft_s)
-        return {
-            "name": self.name,
-            "requests": len(self.ttft_s),
-            "ttft_mean_s": statistics.fmean(ordered),
-            "ttft_p95_s": ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))],
-            **values,
-        }
+        times = {"ttft_mean_s": statistics.fmean(self.ttft_s), "ttft_p95_s": p95(self.ttft_s)}
+        return {"name": self.name, "requests": len(self.ttft_s), **times, **values}
 
 
 @click.command(context_settings={"show_default": True})
@@ -239,12 +234,9 @@ def _serve(url: str, phase: Phase, options: dict[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _request(url: str, body: dict[str, Any] | None = None) -> Iterator[http.client.HTTPResponse]:
-    """Send a GET, or a POST with a body, to vLLM, without a proxy."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    """Send a GET, or a POST with a body, to vLLM."""
     try:
-        with opener.open(request, timeout=300) as response:
+        with http_request(url, body, timeout_s=300) as response:
             yield response
     except urllib.error.HTTPError as error:
         raise ShadowServeError(f"vLLM answered {error.code}: {error.read()[:500]!r}") from error
@@ -285,15 +277,11 @@ def _complete(url: str, phase: Phase, prompt: str, options: dict[str, Any]) -> s
 
 
 def _prompt_tokens(url: str) -> dict[str, int]:
-    counts = {}
     with _request(f"{url}/metrics") as response:
-        text = response.read().decode()
-    for family in text_string_to_metric_families(text):
-        if family.name == "vllm:prompt_tokens_by_source":
-            for sample in family.samples:
-                if sample.name.endswith("_total"):
-                    counts[sample.labels["source"]] = int(sample.value)
-    return counts
+        families = text_string_to_metric_families(response.read().decode())
+    samples = (sample for family in families for sample in family.samples)
+    counted = (sample for sample in samples if sample.name == "vllm:prompt_tokens_by_source_total")
+    return {sample.labels["source"]: int(sample.value) for sample in counted}
 
 
 def _settle(plane: DataPlaneClient) -> Any:

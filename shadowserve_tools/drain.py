@@ -15,7 +15,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from shadowserve import members
-from shadowserve.addresses import split_address
 from shadowserve.errors import ConfigurationError, StorageError, StorageRefusedError, StorageUnavailableError
 from shadowserve.placement import Placement, partition_of
 from shadowserve_tools.flags import Size
@@ -223,17 +222,13 @@ def drain(context: click.Context, /, address: str, remaining: str, rate: int, as
     """
     given = given_members(remaining) or [remaining]
     weights = members_of(given)
-    try:
-        split_address(address)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+    Login.at(address)  # refuses a malformed one
     weights.pop(address, None)
     if not weights:
         raise ConfigurationError(f"no member stays: {remaining} has {address} only")
 
     def connect(where: str) -> StorageClient:
-        host, port = split_address(where)
-        return StorageClient(Login(host=host, port=port, server_name=members.service_of(given), **login))
+        return StorageClient(Login.at(where, server_name=members.service_of(given), **login))
 
     console = Console(stderr=True)
     quiet = as_json or not console.is_terminal

@@ -401,11 +401,8 @@ def events(
     configure_logging("info", "text")
     _check_endpoint("--endpoint", endpoint, unprotected=unprotected)
     _check_endpoint("--replay-endpoint", replay_endpoint, unprotected=unprotected)
-    try:
-        host, port = split_address(address)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    feed = Feed(lambda: StorageClient(Login(host=host, port=port, **login)), medium)
+    node = Login.at(address, **login)
+    feed = Feed(lambda: StorageClient(node), medium)
     publisher = Publisher(endpoint, replay_endpoint, topic, replay_batches)
     relay = Relay(feed, publisher, interval)
     for number in stop_signals():

@@ -4,6 +4,7 @@ A benchmark is a click command with ``output_options``. It fills a ``Report`` an
 """
 
 import functools
+import gc
 import hashlib
 import inspect
 import json
@@ -101,11 +102,16 @@ class Cost:
 def measure(run: Callable[[], object], processes: Iterable[psutil.Process] = ()) -> Cost:
     """Call ``run`` and return its cost: the CPU time is that of this process and of the given ones."""
     parties = [psutil.Process(), *processes]
-    cpu = sum(cpu_s(party) for party in parties)
-    begin = time.perf_counter()
+    before_s = sum(map(cpu_s, parties))
+    wall_s = timed(run)
+    return Cost(wall_s, sum(map(cpu_s, parties)) - before_s)
+
+
+def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of a call, elapsed or by another clock."""
+    begin_s = clock()
     run()
-    wall = time.perf_counter() - begin
-    return Cost(wall, sum(cpu_s(party) for party in parties) - cpu)
+    return clock() - begin_s
 
 
 def cpu_s(process: psutil.Process) -> float:
@@ -118,6 +124,12 @@ def cpu_s(process: psutil.Process) -> float:
         return time.clock_gettime(~process.pid << 3 | 2)
     except OSError as error:
         raise ShadowServeError(f"process {process.pid} has ended while it was measured; its log says why") from error
+
+
+def resident_bytes() -> int:
+    """Return the resident size of this process without garbage."""
+    gc.collect()
+    return int(psutil.Process().memory_info().rss)
 
 
 def repeat(count: int, *runs: Callable[[], Item], description: str = "measuring", warm_up: int = 1) -> list[list[Item]]:
@@ -200,6 +212,14 @@ class Report:
         self.goals[name] = goal
         if limits:
             self.limits[name] = statistics.median(limits)
+
+    def interval(
+        self, name: str, pairs: Sequence[float], goal: str, most: float | None = None, limits: Sequence[float] = ()
+    ) -> None:
+        """Add a ratio, and the half width of its confidence interval, which may be ``most``; None for no goal."""
+        self.ratio(name, pairs, goal, limits)
+        wanted = "none" if most is None else f"at most {most:g}; 95 % confidence"
+        self.ratio(f"{name}_half_width", [half_width(pairs)], wanted)
 
     def data(self) -> dict[str, Any]:
         """Return everything for JSON."""

@@ -17,8 +17,8 @@ from rich.markup import escape
 from rich.text import Text
 
 from shadowserve import members
-from shadowserve.addresses import join_address, split_address
-from shadowserve.errors import ConfigurationError, StorageRefusedError
+from shadowserve.addresses import join_address
+from shadowserve.errors import StorageRefusedError
 from shadowserve.sizes import human_size
 from shadowserve.summary import STORAGE, Samples, Summarizer
 from shadowserve.tls import Credentials
@@ -447,7 +447,7 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: 
     """
     if (given := given_members(where)) is not None:
         name = members.service_of(given)
-        return FleetView(given, lambda node: _StorageView(_login(node, login, server_name=name), watches=watches))
+        return FleetView(given, lambda node: _StorageView(Login.at(node, server_name=name, **login), watches=watches))
     if is_url(where):
         return MetricsWatcher(where, Login(host="", port=0, **login).context())
     credentials = None
@@ -455,7 +455,7 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: 
         files = {"certificate": login["tls_cert"], "key": login["tls_key"]}
         credentials = Credentials(authorities=login["tls_ca"], **files, server_name=server_name)
     protocol = "http2" if where.startswith("unix:") else "resp"
-    storage = None if where.startswith("unix:") else _login(where, login, server_name=server_name)
+    storage = None if where.startswith("unix:") else Login.at(where, server_name=server_name, **login)
     with contextlib.suppress(OSError, ValueError):  # the client reports the reason
         protocol = identify(where, encrypted=credentials is not None).protocol
     if protocol == "http2":
@@ -464,14 +464,6 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: 
         return MetricsWatcher(f"http://{where}")
     assert storage is not None
     return _StorageView(storage, watches=watches)
-
-
-def _login(where: str, login: Mapping[str, Any], *, server_name: str = "") -> Login:
-    try:
-        host, port = split_address(where)
-    except ValueError as error:
-        raise ConfigurationError(str(error)) from error
-    return Login(host=host, port=port, server_name=server_name, **login)
 
 
 def _run(sources: Sequence[tuple[str, Source]], *, interval_s: float, count: int, as_json: bool, live: bool) -> None:

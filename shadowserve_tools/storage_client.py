@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+from shadowserve.addresses import split_address
 from shadowserve.errors import ConfigurationError, ProtocolError, StorageRefusedError, StorageUnavailableError
 from shadowserve.resp import ErrorReply
 from shadowserve.resp_client import RespClient
@@ -31,6 +32,15 @@ class Login:
     tls_cert: str = ""
     tls_key: str = ""
     server_name: str = ""
+
+    @classmethod
+    def at(cls, address: str, **more: str) -> Self:
+        """Return the login at ``host:port``; ConfigurationError: that is malformed."""
+        try:
+            host, port = split_address(address)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        return cls(host=host, port=port, **more)
 
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context, None without TLS; ConfigurationError: a file is unusable."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Final
 
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
-from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.serving import Load, Model, Served, Stack, model_options, p95
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, over
 
@@ -38,7 +38,7 @@ def ablation(
     """Serve with asynchronous fetching and without it."""
     load = replace(load, output=output_tokens, requests=requests)
     progress = programs.progress(2 * repeats + 1, "starting the engine")
-    running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
+    running = Stack(programs, model, load, requests_max)
     serve = functools.partial(running.engine.serve, fetched=True)
     capacity = serve(load).throughput
     singles, offered, bursts = ({FULL: list[Served](), NO_AF: list[Served]()} for _ in range(3))

@@ -22,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import click
 import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.lean import LeanSocket, answer_lengths, plain_record
-from shadowserve_tools.bench.parts.options import benchmark, numbers_option, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, choice, numbers_option, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import client as redis_client
 from shadowserve_tools.bench.peers.buckets import CREDENTIALS, MISSING, ceph_gateway
 from shadowserve_tools.processes import Programs, start_storage, until
@@ -148,14 +147,10 @@ class _Bed:
 @whole("--tokens", 2048, "Tokens of the prefix.", 256)
 @whole("--layers", 32, "Layers of the model.", most=256)
 @repeats_option(7, "Number of turns.")
-@click.option(
-    "--below",
-    type=click.Choice([MEMORY, CEPH]),
-    multiple=True,
-    default=[MEMORY] if MISSING else [MEMORY, CEPH],
-    show_default="both where Ceph is installed",
-    help="Tier of the records: the node's memory, or a Ceph bucket behind it; repeatable.",
-)
+@choice(
+    "--below", (MEMORY, CEPH), (MEMORY,) if MISSING else (MEMORY, CEPH),
+    "Tier of the records: the node's memory, or a Ceph bucket behind it; repeatable.",
+)  # fmt: skip
 def aggregate(
     report: Report, programs: Programs, sizes: list[int], tokens: int, layers: int, repeats: int, below: Sequence[str]
 ) -> None:

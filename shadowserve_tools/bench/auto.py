@@ -13,48 +13,30 @@ Prediction: where the load takes as long as computing, whole loads take 1.9 time
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
-
-import click
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
-from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
+from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed, Cell, worst
 from shadowserve_tools.bench.parts.serving import Model, check_answer, made_up, shape_options
 from shadowserve_tools.processes import Programs, until
-from shadowserve_tools.report import INTERVAL_VALUES_MIN, Report, half_width, over, tracked
+from shadowserve_tools.report import Report, over, tracked
 
 _ORDERS: Final[dict[str, bool | str]] = {"whole": False, "layer by layer": True, "auto": "auto"}
-_WHOLE, _STREAMED, _AUTO = _ORDERS
+_WAYS: Final = tuple(_ORDERS)
+_WHOLE, _STREAMED, _AUTO = _WAYS
 _MEMORY: Final = "memory"
 _RECONNECT_TIMEOUT_S: Final = 60.0
 
 
 @dataclass
-class _Cell:
-    """A prompt whose first part comes from a tier, with its times to the first token."""
+class _Cell(Cell):
+    """A prompt whose first part comes from a tier."""
 
-    tokens: int
-    stored: int
-    tier: str
-    gbit_per_s: float = FREE_GBIT_PER_S
-    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _ORDERS})
-    streamed: list[bool] = field(default_factory=list)  # by auto
-
-    @property
-    def better(self) -> str:
-        return min((_WHOLE, _STREAMED), key=lambda name: statistics.median(self.ttft_s[name]))
-
-    def over_better(self, name: str) -> list[float]:
-        return over(self.ttft_s[name], self.ttft_s[self.better])
-
-    def lower_end(self) -> float:
-        """Return the lower end of the confidence interval of the ratio of auto and the better of both."""
-        ratios = self.over_better(_AUTO)
-        width = half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else 0.0
-        return statistics.median(ratios) - width
+    stored: int = 0
+    tier: str = _MEMORY
 
 
 @benchmark(
@@ -62,10 +44,7 @@ class _Cell:
     "half_width", bars=["whole_ms", "layers_ms", "auto_ms"],
 )  # fmt: skip
 @shape_options(layers=24, hidden=256, heads=4, head_size=64)
-@click.option(
-    "--prompt", "prompts", default=(1024, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
-    type=click.IntRange(2 * DEFAULT_CHUNK_TOKENS), help="Tokens of a prompt; repeatable.",
-)  # fmt: skip
+@whole("--prompt prompts", (1024, 2048, 4096), "Tokens of a prompt; repeatable.", 2 * DEFAULT_CHUNK_TOKENS)
 @real("--stored share", 0.5, "Stored part of each prompt.", 0.01, 0.99)
 @real("--link links", (1.0, 0.25, 0.1), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
 @whole("--learning", 8, "Prompts of each cell that come first and do not count.")
@@ -80,10 +59,12 @@ def auto(
     answers = {tokens: bed.serve_computed(made_up(tokens), held) for tokens, held in stored.items()}
     for tokens, held in stored.items():
         bed.store(made_up(tokens)[:held])
-    cells = [_Cell(tokens, held, "storage", rate) for rate in links for tokens, held in stored.items()]
+    cells = [
+        _Cell(_WAYS, tokens, rate, stored=held, tier="storage") for rate in links for tokens, held in stored.items()
+    ]
     _measure(bed, cells, answers, learning, repeats)
     _restart_with_memory(bed, model, stored)
-    near = [_Cell(tokens, held, _MEMORY) for tokens, held in stored.items()]
+    near = [_Cell(_WAYS, tokens, stored=held) for tokens, held in stored.items()]
     _measure(bed, near, answers, learning, repeats)
     _report(report, [*cells, *near])
 
@@ -106,13 +87,12 @@ def _measure(bed: Bed, cells: Sequence[_Cell], answers: dict[int, list[int]], le
         for _ in range(learning):
             _ask(bed, cell, _AUTO, answers)
         for turn in range(repeats):
-            names = list(_ORDERS)
-            for name in names[turn % 3 :] + names[: turn % 3]:
+            for name in _WAYS[turn % 3 :] + _WAYS[: turn % 3]:
                 result = _ask(bed, cell, name, answers)
                 cell.ttft_s[name].append(result["ttft_s"])
                 is_streamed = "retrieval_s" not in result
                 if name == _AUTO:
-                    cell.streamed.append(is_streamed)
+                    cell.chosen.append(float(is_streamed))
                 elif is_streamed != (name == _STREAMED):
                     raise ShadowServeError(f"a load that was to go {name} went the other way; please report this")
 
@@ -126,18 +106,12 @@ def _ask(bed: Bed, cell: _Cell, name: str, answers: dict[int, list[int]]) -> dic
 
 def _report(report: Report, cells: Sequence[_Cell]) -> None:
     for cell in cells:
-        medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
-        ratios = cell.over_better(_AUTO)
-        report.row(
-            tokens=cell.tokens, stored=cell.stored, tier=cell.tier,
-            link_Gbit_per_s="" if cell.tier == _MEMORY else cell.gbit_per_s, whole_ms=medians[_WHOLE],
-            layers_ms=medians[_STREAMED], auto_ms=medians[_AUTO], streamed=statistics.fmean(cell.streamed),
-            over_better=statistics.median(ratios),
-            half_width=half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else "",
-        )  # fmt: skip
-    report.ratio("auto_over_better", [max(cell.lower_end() for cell in cells)], "at most 1.02; with the interval")
+        link = "" if cell.tier == _MEMORY else cell.gbit_per_s
+        figures = cell.row("whole_ms", "layers_ms", "auto_ms", "streamed")
+        report.row(**figures, stored=cell.stored, tier=cell.tier, link_Gbit_per_s=link)
+    lower_ends = [row["over_better"] - (row["half_width"] or 0.0) for row in report.rows]
+    report.ratio("auto_over_better", [max(lower_ends)], "at most 1.02; with the interval")
     for name, ratio in ((_AUTO, "auto"), (_WHOLE, "whole"), (_STREAMED, "layers")):
-        worst = max((cell.over_better(name) for cell in cells), key=statistics.median)
-        report.ratio(f"{ratio}_over_better_worst", worst, "none; the worst cell")
+        report.ratio(f"{ratio}_over_better_worst", worst(cells, name), "none; the worst cell")
     gains = [statistics.median(over(cell.ttft_s[_WHOLE], cell.ttft_s[_AUTO])) for cell in cells]
     report.ratio("whole_over_auto", [statistics.fmean(gains)], "none; the mean gain over all cells")

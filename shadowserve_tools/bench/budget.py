@@ -42,7 +42,7 @@ from shadowserve_tools.bench.parts.loads import FetchLoop
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Stack, model_options
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Stack, model_options
 from shadowserve_tools.bench.parts.target import BUDGET, SteadySteps, Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.processes import Programs
@@ -122,7 +122,7 @@ def budget(
     steps = _Steps()
     load = holding(load, 2 * OFTEN, phase_steps)
     load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
-    running = programs.enter_context(Stack(Partition.halves(), model, load, requests_max))
+    running = Stack(programs, model, load, requests_max)
     fetching, near = _fetching(programs, running, phase_steps)
     paged = _paged(programs, running)
     chunks, longer = MANY // CHUNK_BLOCKS, PAGES_LONGER * phase_steps
@@ -326,14 +326,12 @@ def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interferenc
     kinds = ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE), (PAGES_WITHIN, PAGES_FREE))
     for moved, (within, free) in zip(policies, kinds, strict=True):
         for name, suffix in ((within, ""), (free, "_off")):
-            width = half_width(steps.over[name])
+            slowdowns = [each - 1 for each in steps.over[name]]
+            width = half_width(slowdowns)
             goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
-            ratio = f"{moved}decode_step_slowdown{suffix}"
-            report.ratio(ratio, [each - 1 for each in steps.over[name]], "none" if suffix else goal)
-            width_goal = "none" if suffix else f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
-            report.ratio(f"{ratio}_half_width", [width], width_goal)
+            goals = ("none", None) if suffix else (goal, HALF_WIDTH_MAX)
+            report.interval(f"{moved}decode_step_slowdown{suffix}", slowdowns, *goals)
         left, unbound = ([rate / 1e9 for rate in steps.rates[name]] for name in (within, free))
-        report.ratio(f"{moved}rate_left_GB_per_s", left, "none")
-        report.ratio(f"{moved}rate_left_GB_per_s_half_width", [half_width(left)], "none")
+        report.interval(f"{moved}rate_left_GB_per_s", left, "none")
         report.ratio(f"{moved}rate_off_GB_per_s", unbound, "none")
         report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")

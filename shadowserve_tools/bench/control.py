@@ -10,6 +10,7 @@ Prediction: 0.04 ms for an iteration, 0.02 ms more with three groups; 12 ms for 
 """
 
 import dataclasses
+import functools
 import logging
 import math
 import statistics
@@ -30,7 +31,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, whole
 from shadowserve_tools.bench.parts.workload import MODEL, Workload, client, keys_of, llama_8b, named_layout, put
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report
+from shadowserve_tools.report import Report, timed
 
 BLOCK_TOKENS: Final = 16
 _WAITING: Final = 256
@@ -160,12 +161,7 @@ def _queue_steps(stack: ExitStack, address: str) -> tuple[list[float], list[floa
     notified_ms: list[float] = []
     tell = queue._send
 
-    def timed() -> None:
-        begin = time.thread_time()
-        tell()
-        notified_ms.append((time.thread_time() - begin) * 1e3)
-
-    queue._send = timed  # type: ignore[method-assign]
+    queue._send = lambda: notified_ms.append(1e3 * timed(tell, time.thread_time))  # type: ignore[method-assign]
     for index in range(_WAITING):
         queue.enqueue(str(index))
     samples = []
@@ -220,9 +216,7 @@ def _steps(side: Any, count: int, groups: int) -> list[float]:
         output.kv_connector_block_state = KVConnectorBlockState(set(requests), lambda _: blocks, kept)
         for request in requests.values():
             request.append_output_token_ids(step)
-        begin = time.perf_counter()
-        side.step(output)
-        samples.append((time.perf_counter() - begin) * 1e3)
+        samples.append(1e3 * timed(functools.partial(side.step, output)))
     for request in requests.values():
         side.finished(request)
     return samples

@@ -20,11 +20,11 @@ from typing import Final
 import click
 
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
-from shadowserve_tools.bench.parts.reading import Bed, held_tokens
+from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
+from shadowserve_tools.bench.parts.reading import Bed, Cell, held_tokens, worst
 from shadowserve_tools.bench.parts.serving import Model, check_answer, check_cached, made_up, shape_options
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import INTERVAL_VALUES_MIN, Report, half_width, over, tracked
+from shadowserve_tools.report import Report, tracked
 
 _WAYS: Final = {"no cache": "compute", "always fetch": "fetch", "policy": "decide"}
 _OFF, _ALWAYS, _DECIDING = _WAYS
@@ -41,26 +41,8 @@ _SYSTEMS: Final = (
 
 
 @dataclass
-class _Cell:
-    """A prompt length over a link of one rate, with the results by system."""
-
-    tokens: int
-    gbit_per_s: float
-    ttft_s: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _WAYS})
-    loaded: list[float] = field(default_factory=list)  # fetched share of the prompt, under the policy
-
-    @property
-    def better(self) -> str:
-        return min((_OFF, _ALWAYS), key=lambda name: statistics.median(self.ttft_s[name]))
-
-    def over_better(self, name: str) -> list[float]:
-        """Return a system's times over those of the better one, by pairs."""
-        return over(self.ttft_s[name], self.ttft_s[self.better])
-
-
-@dataclass
 class _Results:
-    cells: list[_Cell] = field(default_factory=list)
+    cells: list[Cell] = field(default_factory=list)
     learning_s: list[tuple[int, float, float]] = field(default_factory=list)  # tokens, rate, time to the first token
     healing_s: list[float] = field(default_factory=list)  # time of each prompt after the link is fast again
     stored_bytes: dict[int, int] = field(default_factory=dict)
@@ -72,10 +54,7 @@ class _Results:
     "half_width", bars=["no_cache_ms", "always_fetch_ms", "deciding_ms"],
 )  # fmt: skip
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
-@click.option(
-    "--prompt", "prompts", default=(512, 2048, 4096), show_default=True, multiple=True, metavar="TOKENS",
-    type=click.IntRange(DEFAULT_CHUNK_TOKENS), help="Tokens of a stored prompt; repeatable.",
-)  # fmt: skip
+@whole("--prompt prompts", (512, 2048, 4096), "Tokens of a stored prompt; repeatable.", DEFAULT_CHUNK_TOKENS)
 @real("--link links", (4.0, 1.0, 0.25, 0.05), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
 @click.option(
     "--layer-order", is_flag=True, help="Also load layer by layer, where the policy predicts that it is faster."
@@ -115,7 +94,7 @@ def _measure(bed: Bed, prompts: Sequence[int], rate: float, repeats: int, result
     bed.engine.call("hits", way=_WAYS[_DECIDING])
     for tokens in prompts:
         results.learning_s.append((tokens, rate, bed.serve(made_up(tokens))["ttft_s"]))
-    cells = [_Cell(tokens, rate) for tokens in prompts]
+    cells = [Cell(tuple(_WAYS), tokens, rate) for tokens in prompts]
     results.cells += cells
 
     number = itertools.count()
@@ -127,12 +106,12 @@ def _measure(bed: Bed, prompts: Sequence[int], rate: float, repeats: int, result
                     _ask(bed, cell, name, results.answers[cell.tokens])
 
 
-def _ask(bed: Bed, cell: _Cell, name: str, answer: list[int]) -> None:
+def _ask(bed: Bed, cell: Cell, name: str, answer: list[int]) -> None:
     bed.engine.call("hits", way=_WAYS[name])
     result, held = bed.serve(made_up(cell.tokens)), held_tokens(cell.tokens)
     cell.ttft_s[name].append(result["ttft_s"])
     if name == _DECIDING:
-        cell.loaded.append(result["cached"] / held)
+        cell.chosen.append(result["cached"] / held)
     else:
         check_cached(result, 0 if name == _OFF else held, name)
     # Answers after a partial hit may differ by rounding.
@@ -151,16 +130,11 @@ def _heal(bed: Bed, tokens: int, results: _Results) -> None:
 
 def _report(report: Report, results: _Results, links: Sequence[float]) -> None:
     for cell in results.cells:
-        medians = {name: statistics.median(times) * 1e3 for name, times in cell.ttft_s.items()}
-        ratios = cell.over_better(_DECIDING)
-        report.row(
-            tokens=cell.tokens, link_Gbit_per_s=cell.gbit_per_s, stored_MB=results.stored_bytes[cell.tokens] / 1e6,
-            no_cache_ms=medians[_OFF], always_fetch_ms=medians[_ALWAYS], deciding_ms=medians[_DECIDING],
-            loaded=statistics.fmean(cell.loaded), over_better=statistics.median(ratios),
-            half_width=half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else "",
-        )  # fmt: skip
+        figures = cell.row("no_cache_ms", "always_fetch_ms", "deciding_ms", "loaded")
+        stored_mb = results.stored_bytes[cell.tokens] / 1e6
+        report.row(**figures, link_Gbit_per_s=cell.gbit_per_s, stored_MB=stored_mb)
     for name, ratio, goal in _SYSTEMS:
-        report.ratio(ratio, max((cell.over_better(name) for cell in results.cells), key=statistics.median), goal)
+        report.ratio(ratio, worst(results.cells, name), goal)
     report.ratio("all_over_better", [_whole(results)], "none; all prompts together, those that it learnt from too")
     healed = len(results.healing_s) - _HEALED + 1
     report.ratio("healed_with_prompt", [healed], f"none; from {links[-1]:g} to {links[0]:g} Gbit/s")

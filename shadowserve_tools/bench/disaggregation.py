@@ -121,11 +121,9 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
 
 
 @benchmark("what", "ttft_ms", "tokens", "computed_tokens", bars=["ttft_ms"])
-@model_options(chunks=15, requests_max=1)
+@model_options(chunks=15, requests_max=0)
 @whole("--output-tokens", 8, "Tokens of an answer.", 2, 128)
-def disaggregation(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, output_tokens: int
-) -> None:
+def disaggregation(report: Report, programs: Programs, model: Model, load: Load, output_tokens: int) -> None:
     """Compute prompts in one engine and continue them in another one."""
     load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
     progress = programs.progress(load.documents + 1)

@@ -118,8 +118,7 @@ def events(report: Report, programs: Programs, stores: int, repeats: int) -> Non
     shares = [(log_s + relay_s) * _SCALE for log_s, relay_s in zip(logged, published, strict=True)]
     report.ratio("feed_cores", shares, "at most 0.1 at 100,000 changes a second")
     report.ratio("publisher_cores", [each * _SCALE for each in published], "part of feed_cores")
-    host, _, port = node.address.rpartition(":")
-    with StorageClient(Login(host=host, port=int(port)), 60.0) as client:
+    with StorageClient(Login.at(node.address), 60.0) as client:
         until(lambda: subscriber.agrees(client), "the subscriber's index equal to the node's keys")
     report.ratio("lag_over_bound", [_lag(programs, keys)], "at most 1")
 
@@ -168,8 +167,7 @@ def _confirm(client: LeanSocket) -> None:
 def _lag(programs: Programs, keys: Iterator[int]) -> float:
     """Return the memory of a log without a reader, over its bound, after more changes than it holds."""
     node = programs.storage("--memory-budget-bytes", _MEMORY, "--events-bytes-max", str(_SMALL_LOG))
-    host, _, port = node.address.rpartition(":")
-    with StorageClient(Login(host=host, port=int(port)), 60.0) as client:
+    with StorageClient(Login.at(node.address), 60.0) as client:
         client.call("KV.EVENTS", "", "0")
         _store(node, keys, 100_000)
         return int(client.info(("everything",))["events_bytes"]) / _SMALL_LOG

@@ -29,7 +29,6 @@ import psutil
 
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, Quantizer
-from shadowserve.errors import ShadowServeError
 from shadowserve.keys import storage_key
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.target import Target
@@ -199,17 +198,12 @@ def _naive(server: "redis.Redis", workload: Workload, storage: Child) -> Contend
         for row, key in zip(memory[:count], workload.keys, strict=False):
             _naive_fetch(server, workload.layout, key, row)
 
-    def verify(count: int) -> None:
-        for index in range(count):
-            if native.crc32(memoryview(memory[index]).cast("B")) != workload.crcs[index]:
-                raise ShadowServeError(f"chunk {index} in memory is not what was stored; please report this")
-
     return Contender(
         name=NAIVE,
         kind="compressing",
         fetch=fetch,
         clear=lambda: memory.view(np.uint8).fill(CLEARED),
-        verify=verify,
+        verify=lambda count: workload.check(memory, count),
         processes=[psutil.Process(storage.process.pid)],
     )
 

@@ -35,6 +35,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.gpu_kernels import HAS_TRITON, decompress, table
 from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
+from shadowserve_tools.bench.parts.target import fetch_job
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, in_turns, over
@@ -127,15 +128,17 @@ class _Paged:
         self.layout.scatter(chunks, self.blocks[:count], CHUNK_BLOCKS)
 
 
-def _seconds(plan: _Plan, run: Callable[[], object]) -> float:
-    """Return the duration of a run: by events on a GPU, by the clock on a CPU."""
+def _seconds(plan: _Plan, work: Callable[[], object]) -> float:
+    """Return the duration of ROW runs: by events on a GPU, by the clock on a CPU."""
     if plan.device.type == "cpu":
         begin = time.perf_counter()
-        run()
+        for _ in range(ROW):
+            work()
         return time.perf_counter() - begin
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()
-    run()
+    for _ in range(ROW):
+        work()
     after.record()
     after.synchronize()
     return float(before.elapsed_time(after)) / 1000
@@ -151,16 +154,11 @@ def _scatter(report: Report, plan: _Plan) -> None:
         for mover in dict.fromkeys((plan.mover, "torch")):
             paged = _Paged(plan, order, mover, plan.chunks)
             works["scatter", f"{name}, {mover}"] = functools.partial(paged.scatter, source)
-    runs = {key: functools.partial(_seconds, plan, functools.partial(_repeat, work)) for key, work in works.items()}
+    runs = {key: functools.partial(_seconds, plan, work) for key, work in works.items()}
     taken = in_turns(plan.repeats, runs, "scattering")  # the first turn compiles
     for (what, how), own in taken.items():
         _add_transfer(report, what, how, ROW * plan.batch_bytes, own, f"{ROW} times {plan.batch_bytes >> 20} MiB")
     report.ratio("scatter_over_device_copy", over(taken[copy], taken[ours]), "at least 0.7")
-
-
-def _repeat(work: Callable[[], object]) -> None:
-    for _ in range(ROW):
-        work()
 
 
 def _add_transfer(report: Report, what: str, how: str, size: int, seconds: list[float], note: str) -> None:
@@ -257,11 +255,8 @@ class _Target:
     """Paged memory that whole fetches end in, through the manager that an engine uses."""
 
     def __init__(self, plan: _Plan, manager: KVCacheManager, paged: _Paged, workload: Workload) -> None:
-        self._plan = plan
-        self._manager = manager
-        self._paged = paged
-        self._workload = workload
-        self._count = 0
+        self._plan, self._paged, self._workload = plan, paged, workload
+        self.fetch = functools.partial(fetch_job, manager, workload.keys)
 
     @classmethod
     @contextmanager
@@ -284,18 +279,6 @@ class _Target:
             manager = KVCacheManager(client, registration, scatter, fetch_timeout_s=TIMEOUT_S)
             with closing(manager):
                 yield cls(plan, manager, paged, workload)
-
-    def fetch(self) -> float:
-        self._count += 1
-        job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys),))
-        begin = time.perf_counter()
-        results = self._manager.exchange([job])
-        self._manager.wait([job.request_id])
-        seconds = time.perf_counter() - begin
-        (result,) = results + self._manager.exchange()
-        if not result.complete:
-            raise ShadowServeError(f"fetching stopped at chunk {result.chunks[0]}: {result.reason}: {result.detail}")
-        return seconds
 
     def verify(self) -> None:
         chunk = torch.empty(self._workload.layout.raw_bytes, dtype=torch.uint8)

@@ -11,14 +11,12 @@ A lookup in C is two cache misses, 0.2 to 0.3 us; from Python 1.8 us. Recovery 1
 """
 
 import functools
-import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Final
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
 from shadowserve import native
@@ -27,7 +25,7 @@ from shadowserve.pool.next_use import NextUse
 from shadowserve.pool.prefetch_policy import Hop, PrefetchPolicy, Waiting
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, tracked
+from shadowserve_tools.report import Report, resident_bytes, timed, tracked
 
 _PART: Final = 250_000
 """Records that are made at a time: 32 MB."""
@@ -45,6 +43,7 @@ _WAITING: Final = 256
 _STEPS: Final = 200
 
 Records = NDArray[np.void]
+_timed = functools.partial(timed, clock=time.thread_time)
 
 
 @benchmark("operation", "objects", "us_each", bars=["us_each"])
@@ -52,12 +51,12 @@ Records = NDArray[np.void]
 @repeats_option(5, "Repeats of a measurement.")
 def index(report: Report, programs: Programs, objects: int, repeats: int) -> None:
     """Measure memory and times of the index of stored objects."""
-    before = _resident()
+    before = resident_bytes()
     table = native.Index(objects, native.IndexPolicy.LRU, seed=1)
     fill_s = _timed(lambda: _fill(table, objects))
     report.row(operation="replay in C, with making the records", objects=objects, us_each=fill_s / objects * 1e6)
     _evict_and_put(report, table, min(_SAMPLE, objects // 2))
-    resident = _resident() - before
+    resident = resident_bytes() - before
     if len(table) != objects:
         raise ShadowServeError(f"{len(table)} objects of {objects} are in the index; please report this")
     report.ratio("resident_bytes_each", [resident / objects], "at most 100")
@@ -95,17 +94,6 @@ def _records(begin: int, end: int) -> Records:
     first = numbers % _CHAIN == 0
     records["parent"][~first] = _keys(numbers[~first] - np.uint64(1))
     return records
-
-
-def _resident() -> int:
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)
-
-
-def _timed(run: Callable[[], object]) -> float:
-    begin = time.thread_time()
-    run()
-    return time.thread_time() - begin
 
 
 def _fill(table: native.Index, objects: int) -> None:

@@ -27,7 +27,7 @@ from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
 from shadowserve_tools.bench.parts.options import benchmark, numbers_option, real, repeats_option, whole
-from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Partition, Served, Stack, model_options, p95
+from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
 from shadowserve_tools.charts import Chart
@@ -102,7 +102,7 @@ def interference(
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
-    running = programs.enter_context(Stack(Partition.halves(), model, decoding, requests_max))
+    running = Stack(programs, model, decoding, requests_max)
     _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
     _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
     _report_decoding(report, results)
@@ -145,9 +145,10 @@ def _measure_decoding(
     wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
     for number in rounds_until_narrow(*rounds, wanted):
         beside = [*(LOSSLESS, BINNED, WRITING) * OFTEN, controls[number % len(controls)]][:: -1 if number % 2 else 1]
-        phases = decoded_phases(running.engine, batch, steps, [(name, loads[name]) for name in beside])
+        phases = _decoded_phases(running.engine, batch, steps, [loads[name] for name in beside])
         results.steps[NOTHING] += [wall for phase in phases[::2] for wall, _ in phase]
-        for name, (before, during, after) in zip(beside, around(phases), strict=True):
+        triples = zip(phases[:-1:2], phases[1::2], phases[2::2], strict=True)
+        for name, (before, during, after) in zip(beside, triples, strict=True):
             results.steps[name] += [wall for wall, _ in during]
             for found, figure in ((results.over_alone, 0), (results.cpu_over_alone, 1)):
                 one, median, other = (
@@ -172,21 +173,16 @@ Steps = list[tuple[float, float]]
 """Elapsed time and CPU time of the decode steps of a phase."""
 
 
-def decoded_phases(engine: Engine, batch: int, steps: int, beside: Sequence[tuple[str, Beside]]) -> list[Steps]:
+def _decoded_phases(engine: Engine, batch: int, steps: int, beside: Sequence[Beside]) -> list[Steps]:
     """Decode a phase beside each load, and an unloaded one before and after each: loads are at odd positions."""
     engine.call("decode_start", batch=batch, tokens=DECODED_TOKENS, beside=len(beside), steps=steps)
     phases: list[Steps] = [engine.call("decode_steps", steps=steps)]
-    for _, context in beside:
+    for context in beside:
         with context():
             phases.append(engine.call("decode_steps", steps=steps))
         phases.append(engine.call("decode_steps", steps=steps))
     engine.call("decode_stop")
     return phases
-
-
-def around(phases: Sequence[Steps]) -> Iterator[tuple[Steps, Steps, Steps]]:
-    """Yield each loaded phase with the unloaded ones before and after it."""
-    yield from zip(phases[:-1:2], phases[1::2], phases[2::2], strict=True)
 
 
 def _measure_lengths(
@@ -237,14 +233,11 @@ def _slowdown_goal(width: float, rate: float) -> str:
 
 def _report_ratios(report: Report, results: _Results) -> None:
     for prefix, name in (("lossless_", LOSSLESS), ("", BINNED)):
-        width = half_width(results.over_alone[name])
-        goal = _slowdown_goal(width, results.fetched[name].rate)
+        goal = _slowdown_goal(half_width(results.over_alone[name]), results.fetched[name].rate)
         slowdowns, limits = ([over - 1 for over in results.over_alone[beside]] for beside in (name, WRITING))
         # The writing control has the rate of binned KV.
-        report.ratio(f"{prefix}decode_step_slowdown", slowdowns, goal, limits if name == BINNED else ())
-        report.ratio(
-            f"{prefix}decode_step_slowdown_half_width", [width], f"at most {HALF_WIDTH_MAX:g}; 95 % confidence"
-        )
+        limits = limits if name == BINNED else []
+        report.interval(f"{prefix}decode_step_slowdown", slowdowns, goal, HALF_WIDTH_MAX, limits)
         cpu = [over - 1 for over in results.cpu_over_alone[name]]
         report.ratio(f"{prefix}decode_step_slowdown_in_cpu_time", cpu, "none; without the noise of a busy machine")
     for name, beside, goal in (

@@ -33,7 +33,7 @@ import click
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
-from shadowserve_tools.bench.parts.disks import Disk, Disks, working_folder
+from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
 from shadowserve_tools.bench.parts.serving import (
@@ -47,7 +47,7 @@ from shadowserve_tools.bench.parts.serving import (
 from shadowserve_tools.bench.peers.buckets import MISSING
 from shadowserve_tools.bench.peers.network import TCP_SHARE
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, half_width, in_turns, over, repeat
+from shadowserve_tools.report import Report, in_turns, over, repeat
 
 
 class _System(NamedTuple):
@@ -271,9 +271,7 @@ def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: in
         ("tpot_beside_streams", over(streamed_tpot, whole_tpot), 1.02),
         ("ttft_beside_streams", over(streamed_ttft, whole_ttft), 1.0),
     ):
-        width = half_width(ratios)
-        report.ratio(name, ratios, f"at most {most:g}, ± {_HALF_WIDTH_MAX:g}")
-        report.ratio(f"{name}_half_width", [width], f"at most {_HALF_WIDTH_MAX:g}; 95 % confidence")
+        report.interval(name, ratios, f"at most {most:g}, ± {_HALF_WIDTH_MAX:g}", _HALF_WIDTH_MAX)
 
 
 def _measure_tiers(
@@ -302,19 +300,14 @@ def _measure_tiers(
             bed.serve(case.prompt[: near + 1], near)
         before = disk.read_bytes or 0
         ttft_s = _serve(bed, case, system)
-        _check_read(disk, before, case.stored_bytes if system.on_ssd else 0)
+        read, wanted = (disk.read_bytes or 0) - before, case.stored_bytes if system.on_ssd else 0
+        if disk.read_bytes is not None and not wanted <= read <= 2 * wanted:
+            raise ShadowServeError(f"{read} bytes came from the SSD, of {wanted}")
         return ttft_s
 
     names = [name for name, system in _SYSTEMS.items() if system.near is not None]
     with disks.capped():
         _measure(case, {name: functools.partial(run, _SYSTEMS[name]) for name in names}, repeats)
-
-
-def _check_read(disk: Disk, before: int, stored_bytes: int) -> None:
-    """Check that a run has read the records from the SSD, or nothing."""
-    read = None if disk.read_bytes is None else disk.read_bytes - before
-    if read is not None and not stored_bytes <= read <= 2 * stored_bytes:
-        raise ShadowServeError(f"{read} bytes came from the SSD, of {stored_bytes}")
 
 
 def _add_rows(report: Report, case: _Case) -> None:

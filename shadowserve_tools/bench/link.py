@@ -13,7 +13,6 @@ of LMCache's fp8.
 """
 
 import functools
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -29,7 +28,7 @@ from shadowserve_tools.bench.peers.installed import Bed, Starts, add_installed, 
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, cpus, over, walls
+from shadowserve_tools.report import Report, cpus, over, timed, walls
 
 FLOPS_PER_TOKEN: Final = 2 * 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336)
 """Prefill of a token with Llama-3.1-8B: two operations for each weight of its matrices, without attention."""
@@ -132,12 +131,7 @@ def _matrix_flops() -> float:
         multiply = functools.partial(torch.matmul, left, right)
     except ImportError:
         multiply = functools.partial(np.matmul, np.ones((rows, inner), "f4"), np.ones((inner, columns), "f4"))
-    seconds = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        multiply()
-        seconds.append(time.perf_counter() - begin)
-    return 2 * rows * inner * columns / min(seconds)
+    return 2 * rows * inner * columns / min(timed(multiply) for _ in range(3))
 
 
 def _add_ratios(

@@ -27,7 +27,7 @@ from shadowserve_tools.bench.codecs import real_kv
 from shadowserve_tools.bench.fetch import peers_option, raw_values
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import llama_8b, made_up_slices
-from shadowserve_tools.bench.peers.contender import Contender, Field, add_row
+from shadowserve_tools.bench.peers.contender import Contender, Field
 from shadowserve_tools.bench.peers.installed import Bed, Serde, Starts, add_installed, lmcache_server
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.processes import Programs, start_redis
@@ -64,10 +64,7 @@ def lmcache(report: Report, programs: Programs, rate: float, chunks: int, repeat
     add_installed(field, programs, bed, starts)
     network.limit(rate)
     costs = field.measure(repeats, chunks)
-    for each in field.contenders:
-        add_row(report, workload.raw_bytes, costs[each.name], system=each.name, note=each.note)
-    for name, reason in field.absent.items():
-        report.row(system=name, note=reason)
+    field.add_rows(report, costs, workload.raw_bytes)
     if len(field.contenders) == len(serdes):
         gains = over(walls(costs[SERDE]), walls(costs[NAIVE]))
         report.ratio("serde_retrieve_over_naive", gains, f"at most 0.72; at {rate:g} Gbit/s")

@@ -33,7 +33,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.loads import background
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
-from shadowserve_tools.bench.parts.target import Target
+from shadowserve_tools.bench.parts.target import Target, fetch_job
 from shadowserve_tools.bench.parts.workload import Workload, keys_of, llama_8b, named_layout, put
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
@@ -89,8 +89,7 @@ def _measure_chunks(report: Report, programs: Programs) -> None:
 def _sample(pid: int, sizes: list[int], stop: threading.Event) -> None:
     """Append resident sizes of a process, without shared memory."""
     while True:
-        fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-        sizes.append(sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssFile")))
+        sizes.append(_resident_bytes(pid, "RssAnon", "RssFile"))
         if stop.wait(0.01):
             return
 
@@ -102,7 +101,7 @@ def _measure_layers(report: Report, programs: Programs, longest: int, repeats: i
     workload = _uniform(longest)
     put(workload, storage.address)
     ring = RegisteredMemory(plane, [workload.layout], RING_BYTES, _TIMEOUT_S, progress=True)
-    target = _Layers(plane, ring, workload)
+    target = _Layers(workload)
     manager = KVCacheManager(
         plane, ring, target.scatter, scatter_layers=target.scatter_layers, fetch_timeout_s=_TIMEOUT_S
     )
@@ -112,7 +111,7 @@ def _measure_layers(report: Report, programs: Programs, longest: int, repeats: i
         before, gib = plane.statistics(), chunks * workload.layout.raw_bytes / (1 << 30)
         costs = [target.fetch(manager, chunks, data_plane.process.pid) for _ in range(repeats + 1)][1:]
         control[chunks] = [spent_s * 1e3 / gib for _, spent_s in costs]
-        resident[chunks] = [float(_shared_bytes(data_plane.process.pid))]
+        resident[chunks] = [float(_resident_bytes(data_plane.process.pid, "RssShmem"))]
         report.row(
             order="layers", prompt_tokens=chunks * DEFAULT_CHUNK_TOKENS, buffers_MiB=before.buffer_bytes >> 20,
             batches=(plane.statistics().batches - before.batches) // (repeats + 1),
@@ -140,9 +139,8 @@ def _uniform(chunks: int) -> Workload:
 class _Layers:
     """Takes layers out of the ring, and checks that each piece is the right one."""
 
-    def __init__(self, plane: DataPlaneClient, ring: RegisteredMemory, workload: Workload) -> None:
-        self._workload = workload
-        self._pieces = self._count = 0
+    def __init__(self, workload: Workload) -> None:
+        self._workload, self._pieces = workload, 0
 
     def scatter(self, job: FetchJob, part: int, first: int, chunks: Any) -> None:
         raise ShadowServeError("a chunk was delivered that was requested in layer order; please report this")
@@ -160,16 +158,11 @@ class _Layers:
 
     def fetch(self, manager: KVCacheManager, chunks: int, plane: int) -> tuple[float, float]:
         """Fetch leading chunks; return the seconds, and the CPU seconds of control."""
-        self._count += 1
-        self._pieces = 0
-        job = FetchJob(request_id=str(self._count), keys=(tuple(self._workload.keys[:chunks]),), layerwise=True)
-        began_s, spent_s = time.perf_counter(), _control_s(plane)
-        results = manager.exchange([job])
-        manager.wait([job.request_id])
-        seconds, spent_s = time.perf_counter() - began_s, _control_s(plane) - spent_s
-        (result,) = results + manager.exchange()
-        if not result.complete or self._pieces != 32 * chunks:
-            raise ShadowServeError(f"fetching stopped at chunk {result.chunks[0]}: {result.reason}: {result.detail}")
+        self._pieces, before_s = 0, _control_s(plane)
+        seconds = fetch_job(manager, self._workload.keys[:chunks], layerwise=True)
+        spent_s = _control_s(plane) - before_s
+        if self._pieces != 32 * chunks:
+            raise ShadowServeError(f"{self._pieces} of {32 * chunks} layers of chunks came; please report this")
         return seconds, spent_s
 
 
@@ -179,7 +172,7 @@ def _control_s(plane: int) -> float:
     return time.process_time() + main.user_time + main.system_time
 
 
-def _shared_bytes(plane: int) -> int:
-    """Return the resident size of the shared memory of a data plane."""
-    fields = dict(line.split(":", 1) for line in Path(f"/proc/{plane}/status").read_text().splitlines())
-    return int(fields["RssShmem"].split()[0]) << 10
+def _resident_bytes(pid: int, *kinds: str) -> int:
+    """Return the resident size of some kinds of a process's memory, as the kernel calls them."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return sum(int(fields[kind].split()[0]) << 10 for kind in kinds)

@@ -49,7 +49,7 @@ from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import TCP_SHARE, Link, linked
 from shadowserve_tools.processes import Child, Programs, free_port, start_data_plane, started, until
-from shadowserve_tools.report import Report, over, repeat
+from shadowserve_tools.report import Report, over, repeat, timed
 from shadowserve_tools.storage_client import Login, StorageClient
 
 FLEETS: Final = (1, 2, 4)
@@ -301,9 +301,7 @@ def _add_alone(
     def seconds(host: _Host, count: int) -> float:
         [target] = host.targets
         target.clear()
-        begin = time.perf_counter()
-        target.fetch(count)
-        wall_s = time.perf_counter() - begin
+        wall_s = timed(functools.partial(target.fetch, count))
         target.verify(count)
         return wall_s
 
@@ -390,11 +388,8 @@ def _add_shared(
 
     def turn(fleet: _Fleet) -> _Turn:
         tally, before = _Tally(), network.sent_bytes()
-        begin = time.perf_counter()
-        _side_by_side(
-            [functools.partial(_fetch, host, own, tally) for host, own in zip(fleet.hosts, asked, strict=True)]
-        )
-        wall_s = time.perf_counter() - begin
+        fetches = [functools.partial(_fetch, host, own, tally) for host, own in zip(fleet.hosts, asked, strict=True)]
+        wall_s = timed(functools.partial(_side_by_side, fetches))
         if tally.reasons:
             raise ShadowServeError(f"a healthy node failed: {tally.reasons[0]}")
         return _Turn(wall_s, tally, [now - was for now, was in zip(network.sent_bytes(), before, strict=True)])

@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import click
 import numpy as np
 
 from shadowserve.errors import ShadowServeError
@@ -85,10 +84,7 @@ class _Requests:
 @whole("--prompt-tokens", 100, "Tokens of a prompt.")
 @whole("--output-tokens", 300, "Tokens of an answer.", 2)
 @whole("--fit", 16, "Requests that fit into the engine's memory.")
-@click.option(
-    "--demand", "demands", default=(1, 3, 5), show_default=True, multiple=True, type=click.IntRange(1, 9),
-    help="Requests at once, in requests that fit; repeatable.",
-)  # fmt: skip
+@whole("--demand demands", (1, 3, 5), "Requests at once, in requests that fit; repeatable.", most=9)
 @repeats_option(3, "Number of turns.")
 def oversubscription(
     report: Report, programs: Programs, model: Model, prompt_tokens: int, output_tokens: int, fit: int,

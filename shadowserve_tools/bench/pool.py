@@ -80,7 +80,7 @@ def pool(
         rates = [device.bandwidth_bytes_per_s for device in learned.devices]
         errors = [abs(rate / disk.cap - 1) for rate, disk in zip(rates, shared, strict=True)]
         report.ratio("organizer_error", [max(errors)], "none; of a bandwidth, as the organizer measured it")
-    stores = _open(programs, disks, full, prefix, size, speeds)
+    stores = _open(programs, disks, full, size, speeds)
     part = prefix.beginning(max(chunks // _ONE_DEVICE_SHARE, 1))
     parts = {FULL: prefix, POOL_ONLY: prefix, PASSTHROUGH_ONLY: part, NEITHER: part}
     for name, store in tracked(stores.items(), "storing"):
@@ -94,7 +94,8 @@ def pool(
 
     def full_and_devices() -> Retrieval:
         retrieval = runs[FULL]()
-        alone.append(_alone(shared, retrieval))
+        read, total = retrieval.device_bytes // _ALONE_SHARE, sum(disk.cap for disk in shared)
+        alone.append([plain_rate(disk, read * disk.cap // total) for disk in shared])
         return retrieval
 
     with disks.capped():
@@ -112,8 +113,7 @@ def pool(
     report.ratio("devices_over_sum", over(rates, sums), "the same without memory")
     orchestration, control = ([getattr(each, name) for each in own] for name in ("orchestration_s", "control_s"))
     report.ratio("orchestration_share", over(orchestration, walls(own)), "at most 0.008 of its time")
-    goal = "with handing reads over and taking them back"
-    report.ratio("control_share", over(control, walls(own)), goal)
+    report.ratio("control_share", over(control, walls(own)), "with handing reads over and taking them back")
     _judge_partial(report, taken, "")
     if not disks.why_not:
         taken = in_turns(repeats, runs, "measuring without caps", warm_up=0)
@@ -137,9 +137,7 @@ def _open_full(stack: ExitStack, shared: Sequence[Disk], memory: int, prefix: Pr
     return full
 
 
-def _open(
-    stack: ExitStack, disks: Disks, full: OurPool, prefix: Prefix, size: int, speeds: Sequence[int]
-) -> dict[str, Store]:
+def _open(stack: ExitStack, disks: Disks, full: OurPool, size: int, speeds: Sequence[int]) -> dict[str, Store]:
     """Open the other systems, with equal devices and the shares that the pool has measured."""
     fastest = max(speeds)
     found = full.statistics()
@@ -161,11 +159,6 @@ def _open(
 def _cold(store: Store, prefix: Prefix) -> Retrieval:
     store.cool()
     return store.retrieve(prefix)
-
-
-def _alone(shared: Sequence[Disk], full: Retrieval) -> list[float]:
-    read, total = full.device_bytes // _ALONE_SHARE, sum(disk.cap for disk in shared)
-    return [plain_rate(disk, read * disk.cap // total) for disk in shared]
 
 
 def _add_rows(report: Report, devices: str, taken: Runs, prefix: Prefix) -> None:

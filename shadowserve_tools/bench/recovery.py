@@ -12,7 +12,6 @@ again: 1 s for a million records, 1.5 s for named keys. A bucket: 1.3 s for a mi
 in as many objects, which then take 94 bytes each.
 """
 
-import gc
 import itertools
 import statistics
 import tempfile
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Final, NamedTuple, cast
 
 import numpy as np
-import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import KEY_BYTES, SEGMENT_BYTES, SEGMENT_CHUNKS
@@ -42,7 +40,7 @@ from shadowserve.pool.volume.format import pack_record
 from shadowserve.pool.volume.volume import Volume
 from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, tracked
+from shadowserve_tools.report import Report, resident_bytes, tracked
 
 _OBJECT_BYTES: Final = 4096
 _LOGGED_SHARE: Final = 0.1
@@ -139,7 +137,7 @@ class _Node:
 
 def _resident_each(records: int) -> float:
     """Return the growth of this process for each record if each is alone in its object."""
-    before, node = _resident(), _Node(records)
+    before, node = resident_bytes(), _Node(records)
     for partition, part in enumerate(_parts(records, 1)):
         node.catalog.begin_list([partition])
         node.learn(partition, part, node.wanted(part))
@@ -147,12 +145,7 @@ def _resident_each(records: int) -> float:
         node.bodies.clear()
     del part
     node.check(records)
-    return (_resident() - before) / records
-
-
-def _resident() -> int:
-    gc.collect()
-    return int(psutil.Process().memory_info().rss)
+    return (resident_bytes() - before) / records
 
 
 def _learnt(records: int, parts: list[_Part]) -> float:

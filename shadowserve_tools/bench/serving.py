@@ -22,7 +22,6 @@ Prediction: a first token takes 145 ms, 0.053 of computing. ``ttft_over_lmcache`
 """
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +70,7 @@ from shadowserve_tools.bench.parts.systems import (
 )
 from shadowserve_tools.bench.peers.network import LOOPBACK, TCP_SHARE, Link, Network, linked
 from shadowserve_tools.processes import Programs
-from shadowserve_tools.report import Report, cpu_s, over
+from shadowserve_tools.report import Report, cpu_s, over, timed
 from shadowserve_tools.trace import record
 
 COLUMNS: Final = [
@@ -209,14 +208,10 @@ def _network(stack: ExitStack, links: Sequence[float]) -> tuple[Network, str]:
 
 def _writing_s(size: int) -> float:
     """Return the time in which all cores together write ``size`` bytes of memory."""
-    cores, found = len(usable_cores()), []
+    cores = len(usable_cores())
     parts = np.array_split(memory(size), cores)
     with ThreadPoolExecutor(cores) as pool:
-        for number in range(WRITES):
-            begin = time.perf_counter()
-            list(pool.map(lambda part, value=number: part.fill(value), parts))
-            found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+        return statistics.median(timed(lambda: list(pool.map(lambda part: part.fill(1), parts))) for _ in range(WRITES))
 
 
 class _Bench:

@@ -24,7 +24,7 @@ from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.kernels import Run, Slices, Treated, memcpy, memory, nothing, speeds_in_turns
 from shadowserve_tools.bench.parts.lean import connect, receive
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
-from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES, start_sender
+from shadowserve_tools.bench.parts.plain_sender import plain_request, start_sender
 from shadowserve_tools.bench.parts.workload import client, default_codec, made_up_slices
 from shadowserve_tools.charts import Chart, Point
 from shadowserve_tools.processes import Programs
@@ -108,7 +108,7 @@ def _measure_net(curves: _Curves, address: str, sender: str, size: int, total: i
     requests = [encode_command("GETRANGE", "bench", begin, begin + size - 1) for begin in begins]
     answer_bytes = len(encode_bulk_header(size)) + size + 2
     received, floor = memory(count * size + answer_bytes), memory(count * size)
-    plain = [b"%*d" % (REQUEST_BYTES, size)] * count
+    plain = [plain_request(index * size % max(REQUEST_SIZES), size) for index in range(count)]
     with client(address) as server, connect(address) as ours, connect(sender) as other:
         server.set("bench", value.tobytes())
         net = functools.partial(_receive, ours, requests, memoryview(received), size, answer_bytes)

@@ -33,7 +33,7 @@ from shadowserve.pool.buffers import allocate
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.lean import connect, receive
 from shadowserve_tools.bench.parts.options import benchmark, listed, numbers_option, one_of, repeats_option, whole
-from shadowserve_tools.bench.parts.plain_sender import REQUEST_BYTES, start_sender
+from shadowserve_tools.bench.parts.plain_sender import plain_request, start_sender
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.processes import Child, Programs, start_redis, start_storage
 from shadowserve_tools.report import Report, cpu_s, in_turns, measure, tracked
@@ -99,7 +99,10 @@ class System:
     speaks_resp: bool = True
 
     def requests(self, case: Case) -> list[bytes]:
-        return case.requests() if self.speaks_resp else [b"%*d" % (REQUEST_BYTES, case.piece_bytes)]
+        if self.speaks_resp:
+            return case.requests()
+        places = range(0, max(_MEMORY_BYTES - case.piece_bytes + 1, 1), case.piece_bytes)
+        return [plain_request(place, case.piece_bytes) for place in places]
 
     def answer_bytes(self, case: Case) -> int:
         size = case.piece_bytes

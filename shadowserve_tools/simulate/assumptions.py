@@ -127,9 +127,6 @@ def last(holds: Callable[[float], bool], most: float) -> float:
 PAPER_TOKENS: Final = 14_000
 """Of a prompt: NarrativeQA's median (section 6.1)."""
 
-RANGED: Final = tuple(each.name for each in dataclasses.fields(Given) if each.metadata["low"] is not None)
-"""Names of the given numbers that have a range."""
-
 
 def described(kind: type[Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name, and source, meaning, low and high, of each number of a dataclass."""

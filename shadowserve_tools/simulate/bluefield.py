@@ -6,6 +6,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve_tools.bench.parts.options import listed, one_of, real, whole
 from shadowserve_tools.charts import Chart, Point
 from shadowserve_tools.flags import Size
 from shadowserve_tools.report import Output, Report, output_options
@@ -26,51 +27,35 @@ SLICE_BYTES_MIN: Final = 4096
 CACHEGEN: Final = "CacheGen-Async"
 
 
-def _read_bandwidths(_context: click.Context, _parameter: click.Parameter, text: str) -> tuple[float, ...]:
+def _read_bandwidth(text: str) -> float:
     try:
-        bandwidths = tuple(float(part) for part in text.split(","))
+        bandwidth = float(text)
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not numbers with commas between, such as 10,20") from error
-    if not all(0.1 <= each <= 10_000 for each in bandwidths):
-        raise click.BadParameter(f"{text!r}: each has to be 0.1 to 10000 Gbps")
-    return tuple(sorted(set(bandwidths)))
-
-
-def _read_changes(_context: click.Context, _parameter: click.Parameter, text: str | None) -> frozenset[str] | None:
-    if text is None:
-        return None
-    names = frozenset(text.split(","))
-    if unknown := sorted(names - set(CHANGES)):
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(CHANGES)}")
-    return names
+        raise ValueError("not numbers with commas between, such as 10,20") from error
+    if not 0.1 <= bandwidth <= 10_000:
+        raise ValueError("each has to be 0.1 to 10000 Gbps")
+    return bandwidth
 
 
 @click.command()
-@click.option(
-    "--bandwidth", "bandwidths", default="10,20,30,40", metavar="GBPS,...", callback=_read_bandwidths,
-    help="Links to storage.",
-)  # fmt: skip
-@click.option(
-    "--prompt-tokens", default=PAPER_TOKENS, type=click.IntRange(1, 1_000_000), help="Tokens of a prompt, all stored."
-)
-@click.option("--output-tokens", default=16, type=click.IntRange(2, 10_000), help="Tokens of an answer.")
-@click.option("--chunk-tokens", default=256, type=click.IntRange(1, 65_536), help="Tokens of a chunk.")
+@listed("--bandwidth bandwidths", "10,20,30,40", "Links to storage.", _read_bandwidth, metavar="GBPS,...")
+@whole("--prompt-tokens", PAPER_TOKENS, "Tokens of a prompt, all stored.", most=1_000_000)
+@whole("--output-tokens", 16, "Tokens of an answer.", 2, 10_000)
+@whole("--chunk-tokens", 256, "Tokens of a chunk.", most=65_536)
 @click.option(
     "--slice-bytes", default="256KiB", type=Size(SLICE_BYTES_MIN, PAPER_SLICE_BYTES),
     help="Decoded bytes of a slice with the change 'slices'; the paper has 2MiB.",
 )  # fmt: skip
-@click.option(
-    "--with", "changes", metavar="CHANGE,...", callback=_read_changes,
-    help=f"Only the paper's two systems and this combination of {', '.join(CHANGES)}; otherwise each and together.",
+@listed(
+    "--with changes", None,
+    f"Only the paper's two systems and this combination of {', '.join(CHANGES)}; otherwise each and together.",
+    one_of(CHANGES), metavar="CHANGE,...",
 )  # fmt: skip
-@click.option(
-    "--rate", default=1.0, type=click.FloatRange(0, 1000), metavar="REQUESTS/S",
-    help="Load of at_rate_ms; empty if a system cannot carry it.",
-)  # fmt: skip
+@real("--rate", 1.0, "Load of at_rate_ms; empty if a system cannot carry it.", 0, 1000, "REQUESTS/S")
 @output_options
 def bluefield(
-    bandwidths: tuple[float, ...], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,
-    changes: frozenset[str] | None, rate: float, output: Output,
+    bandwidths: list[float], prompt_tokens: int, output_tokens: int, chunk_tokens: int, slice_bytes: int,
+    changes: list[str] | None, rate: float, output: Output,
 ) -> None:  # fmt: skip
     """Predict fetches of a Llama-8B prompt through a BlueField-3, and the gain of ShadowServe's changes there.
 
@@ -99,9 +84,9 @@ def bluefield(
     As data, and drawn:                   shadowserve simulate bluefield --json b.json --plot b.svg
     """
     tokens = {"prompt_tokens": prompt_tokens, "output_tokens": output_tokens, "chunk_tokens": chunk_tokens}
-    settings = [Setting(bandwidth_gbps=each, **tokens) for each in bandwidths]
-    combinations = [frozenset(each) for each in COMBINATIONS] if changes is None else [frozenset(), changes]
-    designs = [Design(each, slice_bytes) for each in dict.fromkeys(combinations)]
+    settings = [Setting(bandwidth_gbps=each, **tokens) for each in sorted(set(bandwidths))]
+    combinations = COMBINATIONS if changes is None else ((), changes)
+    designs = [Design(each, slice_bytes) for each in dict.fromkeys(map(frozenset, combinations))]
     report_of(settings, designs, rate).finish(output)
     columns = ["figure", "kind", "paper", "model", "error_%", "verdict"]
     against = Report("bluefield, against the paper", columns, command="simulate")

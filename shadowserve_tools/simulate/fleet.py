@@ -15,7 +15,7 @@ from shadowserve.keys import SEGMENT_CHUNKS
 from shadowserve.placement import PARTITIONS
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.indexing import MERGED
-from shadowserve_tools.bench.parts.options import numbers_option, real, whole
+from shadowserve_tools.bench.parts.options import choice, numbers_option, real, whole
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
 from shadowserve_tools.simulate.assumptions import rows
@@ -185,10 +185,7 @@ def bucket_rates(setting: Setting, its: Given, found: Outcome) -> dict[str, floa
 @real("--requests-per-s", 0.5, "Requests of an engine.", 0.001, 1000)
 @real("--records", 1e7, "Chunks in the bucket, of all documents.", 1000, 1e10)
 @whole("--systems", 100, "Shared system prompts.", most=1_000_000)
-@click.option(
-    "--scenario", "scenarios", multiple=True, type=click.Choice(list(SCENARIOS)),
-    help="What happens; repeatable. All by default.",
-)  # fmt: skip
+@choice("--scenario scenarios", SCENARIOS, (), "What happens; repeatable. All by default.")
 @real("--seconds", 20.0, "Simulated time.", 12, 3600)
 @whole("--seed", 0, "Seed; the same seed gives the same result.", 0)
 @click.option(

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS, SEGMENT_CHUNKS
 from shadowserve.placement import partition_of
-from shadowserve_tools.simulate.assumptions import given
+from shadowserve_tools.simulate.assumptions import given, last
 
 _HEAD: Final = 10_000
 """Ranks whose popularity is exact; the sums over further ones are integrals."""
@@ -135,13 +135,10 @@ def lasting(room: float, popularities: list[float], sizes: list[float]) -> float
 
     if room >= sum(sizes):
         return math.inf
-    low, high = 0.0, 1.0
+    high = 1.0
     while held(high) < room:
         high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if held(middle) < room else (low, middle)
-    return low
+    return last(lambda lasts: held(lasts) < room, high)
 
 
 class Prompts:

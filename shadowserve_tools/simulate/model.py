@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, RANGED, Fitted, Given, last
+import numpy as np
+
+from shadowserve_tools.simulate.assumptions import PAPER_TOKENS, Fitted, Given, described, last
 
 CHANGES: Final = ("fusion", "slices", "huffman", "kvrans")
 """The help of 'simulate bluefield' describes them."""
@@ -128,11 +130,9 @@ class Model:
 
     def _registration_s(self, setting: Setting, design: Design) -> float:
         """Return the seconds of registering and releasing a chunk's buffers, one at a time, without overlap."""
-        return self._registered_mib(setting, design) * self.given.register_us_per_mib / 1e6
-
-    def _registered_mib(self, setting: Setting, design: Design) -> float:
         symbols = self._token_gbit * setting.chunk_tokens
-        return (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
+        registered_mib = (self._stored_gbit(setting, design) + 3 * symbols) / 8 * 1e9 / 2**20
+        return registered_mib * self.given.register_us_per_mib / 1e6
 
     def stages_s(self, setting: Setting, design: Design) -> dict[str, float]:
         """Return seconds that each stage needs for a chunk when all of them run, in their order."""
@@ -312,13 +312,10 @@ class Model:
             for tpot, cachegen in ((ours / 1e3, False), (theirs / 1e3, True)):
                 load = self._load_at(setting, tpot, cachegen)
                 known = self.fitted.cachegen_gbit / self.fitted.cachegen_decode_gbps * load if cachegen else 0.0
-                right = (
-                    given.weights_gb / given.gpu_gb_per_s + request
-                ) / tpot + request * load * setting.output_tokens
-                rows.append((1 - known, 0.0 if cachegen else -load, right))
-        aa, ab, bb = (sum(row[i] * row[j] for row in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
-        ar, br = (sum(row[i] * row[2] for row in rows) for i in (0, 1))
-        share, product = (ar * bb - br * ab) / (aa * bb - ab**2), (aa * br - ab * ar) / (aa * bb - ab**2)
+                read_s = (given.weights_gb / given.gpu_gb_per_s + request) / tpot
+                rows.append((1 - known, 0.0 if cachegen else -load, read_s + request * load * setting.output_tokens))
+        *terms, right = np.array(rows).T
+        share, product = map(float, np.linalg.lstsq(np.stack(terms, axis=1), right)[0])
         return {"gpu_share": share, "stolen_s": product / share}
 
     def _load_at(self, setting: Setting, tpot: float, cachegen: bool) -> float:
@@ -351,7 +348,7 @@ def swing(value: Callable[[Model], float]) -> tuple[float, float]:
     others. Every fit is made again. That is the extreme where the value rises or falls with each number throughout.
     """
     base = Given()
-    ranges = {each.name: each.metadata for each in dataclasses.fields(Given) if each.name in RANGED}
+    ranges = {name: its for name, its in described(Given) if its["low"] is not None}
     least, most = {}, {}
     for name, its in ranges.items():
         at = {end: value(_made(dataclasses.replace(base, **{name: its[end]}))) for end in ("low", "high")}

@@ -6,6 +6,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
+from shadowserve_tools.bench.parts.options import listed, real
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
 from storage_kv.egress import Demand, Policy, allocate, ttft_s
@@ -51,35 +52,29 @@ WORKLOAD_A: Final = (Request("16K", 0.5), Request("16K", 0.875), Request("64K", 
 """The paper's first mix."""
 
 
-def _read_requests(_context: click.Context, _parameter: click.Parameter, text: str) -> list[Request]:
-    requests = []
-    for part in text.split(","):
-        context, _, share = part.partition(":")
-        try:
-            request = Request(context.strip().upper(), float(share))
-        except ValueError as error:
-            raise click.BadParameter(f"{part!r} is no context and hit rate such as 16K:0.5") from error
-        if request not in TABLE_A8:
-            known = ", ".join(f"{each[0]}:{each[1]:g}" for each in TABLE_A8)
-            raise click.BadParameter(f"{part!r} is none of table A8: {known}")
-        requests.append(request)
-    return requests
+def _read_request(text: str) -> Request:
+    context, _, share = text.partition(":")
+    try:
+        request = Request(context.strip().upper(), float(share))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no context and hit rate such as 16K:0.5") from error
+    if request not in TABLE_A8:
+        raise ValueError(f"{text!r} is none of table A8: {', '.join(map(_name, TABLE_A8))}")
+    return request
+
+
+def _name(request: tuple[str, float]) -> str:
+    return f"{request[0]}:{request[1]:g}"
 
 
 @click.command()
-@click.option(
-    "--requests",
-    default=",".join(f"{each.context}:{each.hit_rate:g}" for each in WORKLOAD_A),
-    show_default=True,
-    metavar="CONTEXT:HIT_RATE,...",
-    callback=_read_requests,
-    help="Requests that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; repeatable.",
-)
-@click.option("--cap-gbps", default=80.0, type=click.FloatRange(0.001, 1e6), help="Rate of the link.")
-@click.option(
-    "--margin-gbps", default=5.0, type=click.FloatRange(0, 1e6),
-    help="Margin of calibrated_stall_opt over the rate at which a request does not wait.",
+@listed(
+    "--requests", ",".join(map(_name, WORKLOAD_A)),
+    "Requests that share the link: contexts of 4K, 16K, 32K or 64K, hit rates of 0.5 or 0.875; repeatable.",
+    _read_request, metavar="CONTEXT:HIT_RATE,...",
 )  # fmt: skip
+@real("--cap-gbps", 80.0, "Rate of the link.", 0.001, 1e6)
+@real("--margin-gbps", 5.0, "Margin of calibrated_stall_opt over the rate at which a request does not wait.", 0, 1e6)
 @click.option(
     "--stored-share", default=STORED_SHARE, show_default="1/1.52", type=click.FloatRange(0.001, 1.0),
     help="Stored bytes over KV bytes; the default is lossless kvrans (bench codecs).",
@@ -173,7 +168,7 @@ def report_of(requests: Sequence[Request], cap_gbps: float, margin_gbps: float, 
         for row, stored_row in pairs:
             request = Request(row["context"], row["hit_rate"])
             report.row(
-                policy=policy, request=f"{request.context}:{request.hit_rate:g}", rate_Gbps=f"{row['rate_gbps']:.2f}",
+                policy=policy, request=_name(request), rate_Gbps=f"{row['rate_gbps']:.2f}",
                 ttft_ms=row["ttft_ms"], added_ms=row["ttft_ms"] - TABLE_A8[request],
                 stored_Gbps=f"{stored_row['rate_gbps']:.2f}", stored_ttft_ms=stored_row["ttft_ms"],
             )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve_tools.bench.parts.options import real, whole
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import given, last, rows
@@ -119,17 +120,9 @@ def cost(machine: Machine, system: System, hit_rate: float) -> float:
 
 
 @click.command()
-@click.option(
-    "--context-tokens", default=131_072, type=click.IntRange(1024, 10_000_000),
-    help="Tokens of a prompt. The fits hold for the default.",
-)  # fmt: skip
-@click.option(
-    "--hit-rate", default=0.9375, type=click.FloatRange(0, 1), help="Cached share of the prompt, for bubbles and costs."
-)
-@click.option(
-    "--ssd-gb-per-s", default=25.9, type=click.FloatRange(0.001, 1e6),
-    help="Bandwidth of the SSDs; the default is that of Tutti's.",
-)  # fmt: skip
+@whole("--context-tokens", 131_072, "Tokens of a prompt. The fits hold for the default.", 1024, 10_000_000)
+@real("--hit-rate", 0.9375, "Cached share of the prompt, for bubbles and costs.", 0, 1)
+@real("--ssd-gb-per-s", 25.9, "Bandwidth of the SSDs; the default is that of Tutti's.", 0.001, 1e6)
 @output_options
 def ssd(context_tokens: int, hit_rate: float, ssd_gb_per_s: float, output: Output) -> None:
     """Predict up to which hit rate loading a cached prefix is hidden behind computing, and its cost.

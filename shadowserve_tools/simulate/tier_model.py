@@ -149,11 +149,11 @@ class Tier:
     def __init__(self, size: float, blocks: int, policy: IndexPolicy, gone: Callable[[bytes, int], None]) -> None:
         """``gone`` is called with each evicted key and its bytes."""
         self.index = Index(blocks + 1, policy, seed=1)
-        self.next_use = NextUse(self.index, lambda tenant, slot: slot in self._pins)
+        self.next_use = NextUse(self.index, lambda tenant, slot: slot in self.pins)
         self.victim: Callable[[int | None], int] = lambda sake: self.next_use.victim(1, sake=sake)
         self._left = size
         self._gone = gone
-        self._pins: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
 
     def slot(self, key: bytes) -> int:
         return self.index.find(0, key)
@@ -182,24 +182,19 @@ class Tier:
     def pin(self, key: bytes) -> None:
         """Pin a present block once more."""
         slot = self.slot(key)
-        self._pins[slot] = self._pins.get(slot, 0) + 1
+        self.pins[slot] = self.pins.get(slot, 0) + 1
         self.index.pin(slot, FOREVER_S)
 
     def unpin(self, key: bytes) -> bool:
         """Undo pin(), which counts as a use; return True if the block has no pin left."""
         slot = self.slot(key)
-        self._pins[slot] -= 1
-        if self._pins[slot]:
+        self.pins[slot] -= 1
+        if self.pins[slot]:
             return False
-        del self._pins[slot]
+        del self.pins[slot]
         self.index.pin(slot, 0)
         self.index.touch(slot, 1)
         return True
-
-    def is_free(self, key: bytes) -> int:
-        """Return the slot of a present block that may be evicted; otherwise 0."""
-        slot = self.slot(key)
-        return 0 if slot in self._pins else slot
 
 
 class Predicted:
@@ -237,8 +232,8 @@ class Predicted:
                 return 0
             session = self._sessions[number]
             if sum(session.below) < session.size:  # a part of it is in this tier, or in transit
-                for key in reversed(session.keys):
-                    if slot := self._tier.is_free(key):
+                for slot in map(self._tier.slot, reversed(session.keys)):
+                    if slot and slot not in self._tier.pins:
                         return slot
             self._nothing_before = place + 1
         return 0

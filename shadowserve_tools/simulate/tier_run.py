@@ -233,7 +233,8 @@ class _Run:
         while self.queue:
             head = self.queue[0]
             if head.turn_s is None:
-                if not self._has_place(head.session):
+                fits = self.running_bytes + head.session.size <= self.trace.running_bytes_max
+                if len(self.running) == self.trace.slots or not (fits or not self.running):
                     return
                 self._take_turn(head)
             if head.lacks:
@@ -244,10 +245,6 @@ class _Run:
             heapq.heappush(self.running, (self.steps + head.tokens, head.number))
             if self.predicted is not None:
                 self.predicted.use(head.session)
-
-    def _has_place(self, session: Session) -> bool:
-        fits = self.running_bytes + session.size <= self.trace.running_bytes_max
-        return len(self.running) < self.trace.slots and (fits or not self.running)
 
     def _take_turn(self, request: Request) -> None:
         request.turn_s = self.now

@@ -5,6 +5,7 @@ from typing import Any, Final
 
 import click
 
+from shadowserve_tools.bench.parts.options import choice, real, whole
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options, tracked
 from shadowserve_tools.simulate.assumptions import rows
@@ -23,26 +24,17 @@ _DRAWN: Final = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0)
 
 
 @click.command()
-@click.option("--model", default="7b", type=click.Choice(list(MODELS)), help="Llama whose KV size and speed apply.")
-@click.option(
-    "--workload", default="mixed", type=click.Choice(list(WORKLOADS)),
-    help="Context lengths: 512; 128-512; 512-2048; 2048-8192 tokens; a quarter of each.",
-)  # fmt: skip
-@click.option(
-    "--oversubscription", default=3.0, type=click.FloatRange(1, 20),
-    help="KV of all sessions, relative to the GPU's memory.",
-)  # fmt: skip
-@click.option("--seeds", default=3, type=click.IntRange(1, 100), help="Number of runs; the mean counts.")
-@click.option(
-    "--lookahead", default=1, type=click.IntRange(1, 1000), help="Requests ahead that are prefetched, the paper's K."
+@choice("--model", MODELS, "7b", "Llama whose KV size and speed apply.")
+@choice(
+    "--workload", WORKLOADS, "mixed", "Context lengths: 512; 128-512; 512-2048; 2048-8192 tokens; a quarter of each."
 )
-@click.option(
-    "--late", default="waits", type=click.Choice(["waits", "stalls"]),
-    help="Effect of a block that prefetch or oracle load too late: its request waits, or all decoding stalls.",
-)  # fmt: skip
-@click.option(
-    "--memory-gb", default=512.0, type=click.FloatRange(1, 1e5), help="Host memory; the rest of the KV is on the SSD."
+@real("--oversubscription", 3.0, "KV of all sessions, relative to the GPU's memory.", 1, 20)
+@whole("--seeds", 3, "Number of runs; the mean counts.", most=100)
+@whole("--lookahead", 1, "Requests ahead that are prefetched, the paper's K.", most=1000)
+@choice(
+    "--late", ("waits", "stalls"), "waits", "What a block that comes too late delays: its request, or all decoding."
 )
+@real("--memory-gb", 512.0, "Host memory; the rest of the KV is on the SSD.", 1, 1e5)
 @output_options
 def tiers(
     model: str, workload: str, oversubscription: float, seeds: int, lookahead: int, late: str, memory_gb: float,

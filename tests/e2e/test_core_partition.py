@@ -7,7 +7,7 @@ remain: shared memory bandwidth and power.
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -16,7 +16,7 @@ from machine import wait_for
 
 from shadowserve.cores import on_cores
 from shadowserve_tools.bench.parts.loads import FetchLoop
-from shadowserve_tools.bench.parts.serving import Load, Model, Partition, Stack
+from shadowserve_tools.bench.parts.serving import Load, Model, Stack
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 
@@ -84,7 +84,8 @@ def workload() -> Workload:
 
 @pytest.fixture(scope="module")
 def stack(workload: Workload) -> Iterator[Stack]:
-    with Stack(Partition.halves(), MODEL, LOAD, 4) as stack:
+    with ExitStack() as running:
+        stack = Stack(running, MODEL, LOAD, 4)
         put(workload, stack.storage.address)
         yield stack
 

@@ -122,9 +122,7 @@ class Batches:
         table = self._plan.pieces[:chunks].copy()
         slices = self._plan.slices[: int(last["slice_first"]) + int(last["slice_count"])]
         cost = measure(lambda: self._run_batch(table, slices), parties)
-        for index in range(distinct):
-            if native.crc32(self._target[index * size : (index + 1) * size]) != self._workload.crcs[index]:
-                raise ShadowServeError(f"chunk {index} is not what was stored; please report this")
+        self._workload.check(self._target, distinct)
         return cost
 
     def _run_batch(self, pieces: "np.typing.NDArray[np.void]", slices: "np.typing.NDArray[np.void]") -> None:

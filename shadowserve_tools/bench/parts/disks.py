@@ -10,17 +10,20 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import psutil
 
 from shadowserve.block import Operation
 from shadowserve.errors import ShadowServeError
 from shadowserve.native import BlockDevice
 from shadowserve.pool.buffers import allocate
 from shadowserve.pool.volume.device import wait_for_operations
+from shadowserve_tools.processes import until
 
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108
 _BLKIO: Final = Path("/sys/fs/cgroup/blkio")
@@ -58,8 +61,7 @@ class Disk:
 def working_folder(bytes_needed: int, folder: Path | None) -> Iterator[Path]:
     """Make a folder with enough space: in memory if it fits there twice, else in the folder of temporary files."""
     if folder is None and _SHARED_MEMORY.is_dir():
-        available = int(_meminfo()["MemAvailable"]) << 10
-        if min(available // 2, shutil.disk_usage(_SHARED_MEMORY).free) >= bytes_needed:
+        if min(psutil.virtual_memory().available // 2, shutil.disk_usage(_SHARED_MEMORY).free) >= bytes_needed:
             folder = _SHARED_MEMORY
     with tempfile.TemporaryDirectory(prefix="shadowserve-bench-", dir=folder) as name:
         if shutil.disk_usage(name).free < bytes_needed:
@@ -68,11 +70,6 @@ def working_folder(bytes_needed: int, folder: Path | None) -> Iterator[Path]:
                 "or smaller chunks"
             )
         yield Path(name)
-
-
-def _meminfo() -> dict[str, str]:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
 
 
 class Disks(ExitStack):
@@ -162,7 +159,14 @@ def _own_group() -> Iterator[Path]:
                 with contextlib.suppress(OSError):  # it has ended
                     (before / "cgroup.procs").write_text(process)
     finally:
-        _retried(group.rmdir)
+        until(lambda: _removed(group), f"{group} is still in use", _LET_GO_S)
+
+
+def _removed(folder: Path) -> bool:
+    """Remove a folder; return False while the kernel uses it."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+    return not folder.exists()
 
 
 @contextmanager
@@ -182,19 +186,6 @@ def _run(*command: str) -> str:
     except subprocess.CalledProcessError as error:
         raise ShadowServeError(f"{' '.join(command)}: {error.stderr.strip()}") from error
     return done.stdout
-
-
-def _retried(function: Callable[[], None]) -> None:
-    """Call a function until the kernel has released what it needs."""
-    until = time.monotonic() + _LET_GO_S
-    while True:
-        try:
-            function()
-            return
-        except OSError:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.05)
 
 
 def plain_rate(disk: Disk, size: int) -> float:

@@ -109,11 +109,6 @@ class Control:
             self._process.send_signal(signal.SIGSTOP)
 
 
-def _spin() -> None:
-    while True:
-        pass
-
-
 def _move(rate: float, writes_only: bool) -> None:
     source, target = np.ones((2, COPY_BYTES), np.uint8)
     print("ready", flush=True)
@@ -136,7 +131,8 @@ def main(kind: str, rate: float) -> None:
     if kind != "spin":
         _move(rate, writes_only=kind == "write")
     print("ready", flush=True)
-    _spin()
+    while True:
+        pass
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Commands of benchmarks and their options."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +33,27 @@ def benchmark(*columns: str, bars: Sequence[str] = ()) -> Callable[[Callable[...
     return decorate
 
 
-def whole(flags: str, default: int, help_: str, least: int = 1, most: int | None = None) -> Decorator:
-    """Add an option whose value is a whole number."""
-    kind = click.IntRange(least, most)
-    return click.option(*flags.split(), default=default, show_default=True, type=kind, help=help_)
+def _option(flags: str, kind: Any, default: Any, help_: str, unit: str | None = None) -> Decorator:
+    """Add an option of a type; it is repeatable if the default has several values."""
+    more: dict[str, Any] = {"multiple": isinstance(default, tuple), "metavar": unit}
+    return click.option(*flags.split(), type=kind, default=default, show_default=True, help=help_, **more)
+
+
+def whole(flags: str, default: int | tuple[int, ...], help_: str, least: int = 1, most: int | None = None) -> Decorator:
+    """Add an option whose value is a whole number, or several numbers if the default has several."""
+    return _option(flags, click.IntRange(least, most), default, help_)
 
 
 def real(
-    flags: str, default: float | Sequence[float], help_: str, least: float, most: float, unit: str | None = None
+    flags: str, default: float | tuple[float, ...], help_: str, least: float, most: float, unit: str | None = None
 ) -> Decorator:
     """Add an option whose value is a number, or several numbers if the default has several."""
-    more: dict[str, Any] = {"default": default, "show_default": True, "help": help_, "metavar": unit}
-    kind = click.FloatRange(least, most)
-    return click.option(*flags.split(), type=kind, multiple=not isinstance(default, float), **more)
+    return _option(flags, click.FloatRange(least, most), default, help_, unit)
+
+
+def choice(flags: str, names: Iterable[str], default: str | tuple[str, ...], help_: str) -> Decorator:
+    """Add an option whose value is one of some names, or several of them if the default is a tuple."""
+    return _option(flags, click.Choice(list(names)), default, help_)
 
 
 def repeats_option(default: int, help_: str = "Number of pairs.", most: int = 50) -> Decorator:
@@ -59,15 +67,18 @@ def folder_option(help_: str, flag: str = "--folder") -> Decorator:
 
 
 def listed(
-    flags: str, default: str, help_: str, read: Callable[[str], Any], count: range = range(1, 65), **more: Any
+    flags: str, default: str | None, help_: str, read: Callable[[str], Any], count: range = range(1, 65), **more: Any
 ) -> Decorator:
     """Add an option with commas between its values; ``read`` checks one and returns it, or raises ValueError.
 
     Args:
+        default: None for an option whose value is None where it is not given.
         count: Allowed numbers of values.
     """
 
-    def parse(_context: click.Context, parameter: click.Parameter, text: str) -> list[Any]:
+    def parse(_context: click.Context, parameter: click.Parameter, text: str | None) -> list[Any] | None:
+        if text is None:
+            return None
         parts = text.split(",")
         try:
             if len(parts) not in count:

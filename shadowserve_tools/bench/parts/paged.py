@@ -4,7 +4,6 @@ import contextlib
 import json
 import secrets
 import time
-import urllib.request
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Final
@@ -21,7 +20,7 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.workload import keys_of, kv_patterns, named_layout
 from shadowserve_tools.bench.tiers import await_line
-from shadowserve_tools.processes import Child, free_port, start_data_plane, until
+from shadowserve_tools.processes import free_port, http_request, start_data_plane, until
 from shadowserve_tools.report import cpu_s
 
 BLOCK_TOKENS: Final = 16
@@ -76,7 +75,7 @@ class DevicePlane:
     def restart(self) -> None:
         """Restart the data plane: its memory is empty then."""
         self._running.close()
-        child: Child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
+        child = self._running.enter_context(start_data_plane(self._logs, "", *self._flags))
         await_line(child, "memory_registered")  # registering takes cores for a moment after a start
         self.process = psutil.Process(child.process.pid)
         self.client = self._running.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=TIMEOUT_S)))
@@ -94,7 +93,7 @@ class DevicePlane:
                     raise ShadowServeError(f"storing chunk {index} ended with {stored.reason}: {stored.detail}")
 
     def count(self, name: str) -> float:
-        with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/metrics") as answer:
+        with http_request(f"http://127.0.0.1:{self._port}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[1]) for line in lines if line.startswith(f"shadowserve_{name} "))
 

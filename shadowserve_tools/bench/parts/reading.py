@@ -2,8 +2,11 @@
 
 import itertools
 import json
-from collections.abc import Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -15,6 +18,7 @@ from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.buckets import BUCKET, CREDENTIALS, bucket_server
 from shadowserve_tools.bench.peers.network import Link, linked
 from shadowserve_tools.processes import Child, Programs, until
+from shadowserve_tools.report import INTERVAL_VALUES_MIN, half_width, over
 
 FREE_GBIT_PER_S: Final = 100.0
 """Rate of a link without a limit: more than the cores move."""
@@ -132,6 +136,44 @@ class Bed:
         self.engine.call("settle")
         self.engine.call("reading", only=True)
         self._chunks_stored += len(tokens) // DEFAULT_CHUNK_TOKENS
+
+
+@dataclass
+class Cell:
+    """A prompt from one place, and its times to the first token: two ways to serve it, and what a policy chooses.
+
+    Attributes:
+        ways: Names of the two ways and of the policy.
+        chosen: Share that the policy served by the second way, of each time.
+    """
+
+    ways: Sequence[str]
+    tokens: int
+    gbit_per_s: float = FREE_GBIT_PER_S
+    chosen: list[float] = field(default_factory=list)
+    ttft_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def better(self) -> str:
+        """The faster one of the two ways."""
+        return min(self.ways[:2], key=lambda name: statistics.median(self.ttft_s[name]))
+
+    def over_better(self, name: str) -> list[float]:
+        """Return the times of a way over those of the better one, by pairs."""
+        return over(self.ttft_s[name], self.ttft_s[self.better])
+
+    def row(self, *columns: str) -> dict[str, Any]:
+        """Return the cell's row; ``columns`` are those of the median of each way, and of the mean of ``chosen``."""
+        figures = [*(1e3 * statistics.median(self.ttft_s[name]) for name in self.ways), statistics.fmean(self.chosen)]
+        ratios = self.over_better(self.ways[-1])
+        width = half_width(ratios) if len(ratios) >= INTERVAL_VALUES_MIN else ""
+        judged = {"over_better": statistics.median(ratios), "half_width": width}
+        return {"tokens": self.tokens, **dict(zip(columns, figures, strict=True)), **judged}
+
+
+def worst(cells: Iterable[Cell], name: str) -> list[float]:
+    """Return the ratios of the cell in which a way is farthest behind the better one."""
+    return max((cell.over_better(name) for cell in cells), key=statistics.median)
 
 
 def held_tokens(tokens: int) -> int:

@@ -336,13 +336,17 @@ def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decor
 
 
 def model_options(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> Decorator:
-    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``."""
+    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``.
+
+    With ``requests_max`` 0 there is no such argument.
+    """
     options = {
         "chunks": whole("--prompt-chunks chunks", chunks, "Chunks of 256 tokens in a prompt."),
         "documents": whole("--documents", 4, "Number of documents."),
     }
-    most = whole("--requests-max", requests_max, "Requests that run at one time.")
-    return lambda command: shape_options(layers, 512, 16, 128)(grouped("load", Load, options)(most(command)))
+    shape, load = shape_options(layers, 512, 16, 128), grouped("load", Load, options)
+    most = whole("--requests-max", requests_max, "Requests that run at one time.") if requests_max else lambda its: its
+    return lambda command: shape(load(most(command)))
 
 
 class Host:
@@ -352,12 +356,9 @@ class Host:
         load: Largest load of an engine.
     """
 
-    def __init__(
-        self, stack: ExitStack, folder: Path, model: Model, load: Load, network: Network = LOOPBACK,
-        partition: Partition | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, stack: ExitStack, folder: Path, model: Model, load: Load, network: Network = LOOPBACK) -> None:
         self.stack, self.folder, self.model, self.load, self.network = stack, folder, model, load, network
-        self.partition = partition or Partition.halves()
+        self.partition = Partition.halves()
         self.password = "" if network is LOOPBACK else secrets.token_hex(16)  # required beyond loopback
         # Keep the benchmark's own threads off the engine's cores.
         stack.enter_context(on_cores(self.partition.data_plane))
@@ -410,7 +411,7 @@ class Host:
 
 
 class Stack(Host):
-    """Storage node, data plane and engine, each on its cores: ``with Stack(...) as stack``.
+    """Storage node, data plane and engine, each on its cores; all end with ``stack``.
 
     Args:
         load: Largest load that the engine has to hold, with ``requests_max`` requests at a time.
@@ -419,41 +420,24 @@ class Stack(Host):
         engine: Engine with the plugin. Everything that the load needs is stored.
     """
 
-    def __init__(self, partition: Partition, model: Model, load: Load, requests_max: int) -> None:
-        with ExitStack() as starting:
-            folder = Path(starting.enter_context(tempfile.TemporaryDirectory()))
-            super().__init__(starting, folder, model, load, partition=partition)
-            self._requests_max = requests_max
-            self.storage = self.start_storage()
-            self._plane = starting.enter_context(ExitStack())
-            self._start()
-            keys: dict[str, Any] = {
-                "store_buffer_bytes": self.document_bytes,
-                "breaker_backoff_max_s": 0.25,
-                # Fetches run at full speed: their effect on the engine is measured.
-                "interference_budget": 0,
-            }
-            transfer = self.plugin(self.data_plane, **keys)
-            self.engine = self.start_engine("engine", transfer, requests_max)
-            starting.callback(self._plane.close)
-            stored = self.engine.call("store", seeds=list(range(load.documents)), tokens=load.prompt_tokens)
-            if stored != load.documents * load.chunks:
-                raise ShadowServeError(f"{stored} chunks were stored of {load.documents * load.chunks}")
-            self.stack = starting.pop_all()
-
-    def __enter__(self) -> "Stack":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.stack.close()
-
-    def _start(self, *flags: str) -> None:
-        self.data_plane = self.start_plane(self.storage.address, *flags, stack=self._plane)
+    def __init__(self, stack: ExitStack, model: Model, load: Load, requests_max: int) -> None:
+        super().__init__(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())), model, load)
+        self._requests_max = requests_max
+        self.storage = self.start_storage()
+        self._plane = stack.enter_context(ExitStack())
+        self.data_plane = self.start_plane(self.storage.address, stack=self._plane)
+        # Fetches run at full speed: their effect on the engine is measured.
+        keys = {"store_buffer_bytes": self.document_bytes, "breaker_backoff_max_s": 0.25, "interference_budget": 0}
+        self.engine = self.start_engine("engine", self.plugin(self.data_plane, **keys), requests_max)
+        stack.callback(self._plane.close)
+        stored = self.engine.call("store", seeds=list(range(load.documents)), tokens=load.prompt_tokens)
+        if stored != load.documents * load.chunks:
+            raise ShadowServeError(f"{stored} chunks were stored of {load.documents * load.chunks}")
 
     def restart_data_plane(self, *flags: str) -> None:
         """Restart the data plane with other flags at its old address; the engine registers again."""
         self._plane.close()
-        self._start(*flags)
+        self.data_plane = self.start_plane(self.storage.address, *flags, stack=self._plane)
         time.sleep(2 * 0.25)  # the plugin's circuit breaker may have opened
         self.engine.call("serve", requests=[{"seed": 0, "tokens": self.load.prompt_tokens, "output": 1, "at": 0.0}])
 

@@ -6,7 +6,6 @@ Stores are at one end of a link. Engines are at the same end, and reach the stor
 
 import contextlib
 import json
-import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
 from shadowserve_tools.bench.peers.installed import NOT_INSTALLED, does_not_run, installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK
-from shadowserve_tools.processes import Child, start_redis, until
+from shadowserve_tools.processes import Child, http_request, start_redis, until
 
 OFF: Final = "no cache"
 OURS: Final = "ShadowServe, lossless"
@@ -183,7 +182,8 @@ def lmcache(
     address, _, port = daemon.address.rpartition(":")
 
     def in_memory(chunks: int) -> bool:
-        found = json.loads(_request(f"{daemon.http}/status"))["storage_manager"]
+        with http_request(f"{daemon.http}/status") as answer:
+            found = json.load(answer)["storage_manager"]
         controller = found["store_controller"]
         moving = controller["pending_keys_count"] + controller["in_flight_task_count"]
         return bool(found["l1_manager"]["total_object_count"] >= chunks and not moving)
@@ -197,8 +197,8 @@ def lmcache(
                 until(stored_all, "Redis lacks chunks", STORED_TIMEOUT_S)
 
     def forget() -> None:
-        with side():
-            _request(f"{daemon.http}/cache/clear", b'{"tier": "l1"}')
+        with side(), http_request(f"{daemon.http}/cache/clear", {"tier": "l1"}) as answer:
+            answer.read()
 
     return System(
         name=name,
@@ -213,11 +213,3 @@ def lmcache(
         forget=forget if redis else _nothing,
         packages=list(python.parents[1].glob("lib/python*/site-packages")),
     )
-
-
-def _request(url: str, body: bytes | None = None) -> bytes:
-    """Send a GET, or a POST with a body, to LMCache's server, without a proxy."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(urllib.request.Request(url, body, {"Content-Type": "application/json"}), timeout=60) as answer:
-        content: bytes = answer.read()
-        return content

@@ -2,15 +2,15 @@
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from host_control.client import DataPlaneClient, FetchPart
+from host_control.manager import FetchJob, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
-from shadowserve import native
 from shadowserve.calibration import PlacedSteps
 from shadowserve.errors import ShadowServeError
 from shadowserve.proto import dataplane_pb2 as pb
@@ -48,6 +48,19 @@ class SteadySteps:
             raise ShadowServeError("the data plane takes no report of steps: it is not connected")
         call.result()
         self._rate, self._reported_s = rate, time.monotonic()
+
+
+def fetch_job(manager: KVCacheManager, keys: Sequence[bytes], **more: Any) -> float:
+    """Fetch chunks with the manager that an engine uses; return the seconds."""
+    job = FetchJob(request_id=secrets.token_hex(8), keys=(tuple(keys),), **more)
+    begin_s = time.perf_counter()
+    results = manager.exchange([job])
+    manager.wait([job.request_id])
+    seconds = time.perf_counter() - begin_s
+    (result,) = results + manager.exchange()
+    if not result.complete:
+        raise ShadowServeError(f"fetching stopped at chunk {result.chunks[0]}: {result.reason}: {result.detail}")
+    return seconds
 
 
 class Target:
@@ -128,8 +141,4 @@ class Target:
 
     def verify(self, count: int | None = None, first: int = 0) -> None:
         """Compare the chunks in memory, by default all, with the stored ones from ``first`` on."""
-        crcs = self._workload.crcs[first:][:count]
-        size = self._workload.layout.raw_bytes
-        for index, crc in enumerate(crcs):
-            if native.crc32(self._memory[index * size : (index + 1) * size]) != crc:
-                raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
+        self._workload.check(self._memory, count, first)

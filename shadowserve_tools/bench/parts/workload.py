@@ -22,8 +22,10 @@ import numpy.typing as npt
 from dpu_dataplane.config import DataPlaneConfig, codec_name
 from host_control.config import HostConfig
 from shadowserve import native, record
+from shadowserve.addresses import split_address
 from shadowserve.calibration import Steps
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
+from shadowserve.errors import ShadowServeError
 from shadowserve.keys import (
     DEFAULT_CHUNK_TOKENS,
     KEY_BYTES,
@@ -80,6 +82,13 @@ class Workload:
     @property
     def stored_bytes(self) -> int:
         return sum(map(len, self.records))
+
+    def check(self, memory: Any, count: int | None = None, first: int = 0) -> None:
+        """Compare ``count`` chunks in memory, by default all, with the stored ones from ``first`` on."""
+        size, view = self.layout.raw_bytes, memoryview(memory).cast("B")
+        for index, crc in enumerate(self.crcs[first:][:count]):
+            if native.crc32(view[index * size : (index + 1) * size]) != crc:
+                raise ShadowServeError(f"chunk {first + index} in memory is not what was stored; please report this")
 
 
 def llama_8b(
@@ -184,13 +193,12 @@ def client(address: str, password: str | None = None) -> "redis.Redis":
     """Return a redis-py client for ``host:port``."""
     import redis
 
-    host, _, port = address.rpartition(":")
-    return redis.Redis(host=host, port=int(port), password=password, socket_timeout=30)
+    host, port = split_address(address)
+    return redis.Redis(host=host, port=port, password=password, socket_timeout=30)
 
 
 def put(workload: Workload, address: str, password: str | None = None) -> None:
     """Store a workload's records in the storage node at ``host:port``."""
-    host, _, port = address.rpartition(":")
-    with StorageClient(Login(host=host, port=int(port), password=password or ""), timeout_s=30) as server:
+    with StorageClient(Login.at(address, password=password or ""), timeout_s=30) as server:
         for key, value in zip(workload.keys, workload.records, strict=True):
             server.call("SET", storage_key(key), value)

@@ -1,15 +1,11 @@
 """A lean Redis client in Python, and plain sockets, which are the limit of every transfer over TCP.
 
 Both clients send requests and receive answers with ``recv_into`` at their final place, on one to four connections with
-a thread each. ``python -m shadowserve_tools.bench.peers.sockets`` is the plain sockets' server: it has the chunks in
-memory and sends the requested bytes.
+a thread each. The plain sockets' server is :mod:`shadowserve_tools.bench.parts.plain_sender`.
 """
 
 import contextlib
 import socket
-import struct
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +17,7 @@ import psutil
 
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.lean import connect, receive
+from shadowserve_tools.bench.parts.plain_sender import plain_request, sender_command
 from shadowserve_tools.bench.peers.contender import Contender
 from shadowserve_tools.bench.peers.driver import CLEARED, Bytes, Values
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
@@ -30,7 +27,6 @@ CONNECTIONS: Final = (1, 2, 4)
 """Numbers of connections to try; the fastest counts."""
 TRIAL_CHUNKS: Final = 4
 PIECE_BYTES: Final = 2 << 20
-_ASK: Final = struct.Struct("<QQQ")
 _TIMEOUT_S: Final = 60.0
 
 
@@ -157,7 +153,7 @@ def filled_redis(
 @contextlib.contextmanager
 def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network = LOOPBACK) -> Iterator[Child]:
     """Run the server that only sends."""
-    command = [sys.executable, "-m", __name__, network.host, str(values_file), str(chunks)]
+    command = sender_command(network.host, "blocking", values_file, chunks)
     with contextlib.ExitStack() as stack:
         with network.store_side():
             child = stack.enter_context(started("sockets", command, logs))
@@ -166,9 +162,10 @@ def plain_sockets(logs: Path, values_file: Path, chunks: int, network: Network =
 
 def plain_reader(address: str, connections: int, memory: Memory) -> Reader:
     """Return a reader for :func:`plain_sockets`, with requests in flight so that it never waits."""
+    size = memory.rows.shape[1]
 
     def ask(index: int, first: int, length: int) -> tuple[bytes, bytes, int]:
-        return _ASK.pack(index, first, length), b"", 0
+        return plain_request(index * size + first, length), b"", 0
 
     return Reader(address, connections, memory, PIECE_BYTES, ask, ahead=3)
 
@@ -201,25 +198,3 @@ def fastest(
         )
         found[min(contender.run(min(len(memory.rows), TRIAL_CHUNKS)).wall_s for _ in range(2))] = contender
     return found[min(found)]
-
-
-def _send(connection: socket.socket, rows: Bytes) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    while request := connection.recv(_ASK.size, socket.MSG_WAITALL):
-        index, first, length = _ASK.unpack(request)
-        connection.sendall(memoryview(rows[index])[first : first + length])
-
-
-def _serve(host: str, values_file: str, chunks: int) -> None:
-    values = Values(values_file)
-    rows: Bytes = np.empty((chunks, values.chunk_bytes), np.uint8)
-    for index, row in enumerate(rows):
-        values.write(index, row)
-    with socket.create_server((host, 0)) as listener:
-        print(f"ready {host}:{listener.getsockname()[1]}", flush=True)
-        while True:
-            threading.Thread(target=_send, args=(listener.accept()[0], rows), daemon=True).start()
-
-
-if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2], int(sys.argv[3]))
