@@ -112,6 +112,7 @@ class FaultyS3:
         self.skew_s = 0.0
         self.encodes = True
         self.bytes_per_s = 0.0
+        self._gates: list[threading.Event] = []
         self._link_free = 0.0  # time at which the link has sent all bytes
         self.lock = threading.Lock()
         owner = self
@@ -137,6 +138,12 @@ class FaultyS3:
     def endpoint(self) -> str:
         return f"{self._scheme}://127.0.0.1:{self._server.server_address[1]}"
 
+    def hold(self, operation: str) -> threading.Event:
+        """Answer no request of an operation before the returned event is set. It is set at the end of the server."""
+        self._gates.append(gate := threading.Event())
+        self.fault = lambda asked: Answer(after=gate) if asked.operation == operation else None
+        return gate
+
     def count(self, operation: str) -> int:
         """Return the number of requests of an operation."""
         return sum(asked.operation == operation for asked in self.asked)
@@ -151,6 +158,8 @@ class FaultyS3:
                 time.sleep(min(left, 0.05))
 
     def close(self) -> None:
+        for gate in self._gates:
+            gate.set()
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()

@@ -7,6 +7,7 @@ without it, the call would wait for an event that never occurs.
 
 import asyncio
 import contextlib
+import http.client
 import os
 import random
 import signal
@@ -45,6 +46,24 @@ def http_server(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
+
+
+class Clock:
+    """A clock that only tests move."""
+
+    def __init__(self, now: float = 100.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def http_get(port: int, path: str) -> tuple[int, str]:
+    """Return status and text of a GET from this machine."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_MAX_S)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read().decode()
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:

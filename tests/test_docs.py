@@ -1,11 +1,11 @@
 """Documents are true as far as tests can check: links, files, commands, flags, keys, metrics and outcomes exist."""
 
-import ast
 import re
 from pathlib import Path
 
 import click
 import pytest
+from exposition import counters_of_the_plugin
 
 from dpu_dataplane.metrics import Metrics
 from shadowserve import __version__
@@ -103,18 +103,9 @@ def test_metrics_in_a_document_are_exported(document: Path) -> None:
         assert any(f'"{each}"' in SOURCES for each in (counted, counted.removeprefix("storage_"))), name
 
 
-def plugin_counters() -> set[str]:
-    """Return names of the plugin's counters from its source, because its import needs vLLM."""
-    module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
-    tables = [
-        node.value for node in module.body if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict)
-    ]
-    return {f"{name}_total" for table in tables for name in ast.literal_eval(table)}
-
-
 def test_every_counter_of_the_plugin_is_documented() -> None:
     section = (DOCS / "reference" / "metrics.md").read_text().partition("## Plugin\n")[2].partition("\n## ")[0]
-    assert plugin_counters() <= set(re.findall(r"`(\w+)(?:\{\w+\})?`", section))
+    assert {f"{name}_total" for name in counters_of_the_plugin()} <= set(re.findall(r"`(\w+)(?:\{\w+\})?`", section))
 
 
 def test_every_metric_of_the_data_plane_is_documented() -> None:

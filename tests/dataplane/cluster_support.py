@@ -2,15 +2,14 @@
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dataplane_support import SMALL_BUFFERS
-from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, frozen, wait_for
+from dataplane_support import SMALL_BUFFERS, Server
+from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, free_port, wait_for
 from redis import Redis
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as Lost
@@ -42,21 +41,17 @@ def free_pair(taken: Sequence[int]) -> int:
         return port
 
 
-class ClusterNode:
+class ClusterNode(Server):
     """One node as a process."""
 
     def __init__(self, port: int, directory: Path, options: Sequence[str], certificates: Path | None) -> None:
-        self.port, self.directory, self.options = port, directory, options
-        self.process: subprocess.Popen[bytes] | None = None
+        super().__init__("redis", directory, password=PASSWORD, options=tuple(options))
+        self.port = port
         self._tls = certificates is not None
         files = {"ssl": True, "ssl_ca_certs": str(certificates / "ca.crt")} if certificates else {}
         self.redis: Any = Redis(port=port, host="127.0.0.1", password=PASSWORD, socket_timeout=WAIT_MAX_S, **files)
 
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    def start(self) -> None:
+    def start(self) -> "ClusterNode":
         command = [SERVER, "--tls-port" if self._tls else "--port", str(self.port)]
         command += ["--bind", "127.0.0.1", "--dir", str(self.directory), *(["--port", "0"] if self._tls else [])]
         command += ["--cluster-enabled", "yes", "--save", "", "--appendonly", "no"]
@@ -64,6 +59,7 @@ class ClusterNode:
         with open(self.directory / "node.log", "ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         wait_for(self._answers)
+        return self
 
     def _answers(self) -> bool:
         assert self.process is not None and self.process.poll() is None, (self.directory / "node.log").read_text()
@@ -79,21 +75,9 @@ class ClusterNode:
     def epoch(self, which: str) -> int:
         return int(self.redis.cluster("INFO")[f"cluster_{which}_epoch"])
 
-    def freeze(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGSTOP)
-        wait_for(lambda: self.process is not None and frozen(self.process.pid))
-
-    def thaw(self) -> None:
-        assert self.process is not None
-        self.process.send_signal(signal.SIGCONT)
-
     def kill(self) -> None:
         self.redis.close()
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
+        super().kill()
 
 
 class Cluster:
@@ -128,6 +112,14 @@ class Cluster:
         self._homes: dict[int, ClusterNode] = {}
 
     def start(self) -> "Cluster":
+        try:
+            self._start()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def _start(self) -> None:
         for node in self.nodes:
             node.start()
         command = ["redis-cli", "-a", PASSWORD, "--no-auth-warning", *self._flags, "--cluster", "create"]
@@ -147,7 +139,12 @@ class Cluster:
             node.redis.set(name, b"")
         wait_for(self.is_whole)
         self._homes = self._owners()
-        return self
+
+    def __enter__(self) -> "Cluster":
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
     def never_fail_over(self) -> None:
         """Prevent failovers: a stopped node must not count as failed."""

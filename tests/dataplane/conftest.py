@@ -1,14 +1,17 @@
 """Fixtures of the data plane's tests."""
 
+import contextlib
+import itertools
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest imports by path, so that folders need no __init__.py
 
-from dataplane_support import BACKENDS, Client, Server, running
+from dataplane_support import BACKENDS, Client, Server, StartServer, running
 from scripted_source import ScriptedSource
 
 from dpu_dataplane.config import DataPlaneConfig
@@ -18,32 +21,40 @@ from dpu_dataplane.sources.source import Resources
 @pytest.fixture(scope="session")
 def session_storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A storage server that several tests share, if they do not damage it."""
-    server = Server("storage_kv", tmp_path_factory.mktemp("storage")).start()
-    yield server
-    server.kill()
+    with Server("storage_kv", tmp_path_factory.mktemp("storage")) as server:
+        yield server
 
 
 @pytest.fixture
 def storage(session_storage: Server) -> Server:
     """The shared storage server, emptied."""
-    for key in _keys(session_storage):
-        session_storage.command(b"DEL", key)
+    session_storage.command(b"FLUSHALL")
     return session_storage
 
 
 @pytest.fixture
-def mortal_storage(tmp_path: Path) -> Iterator[Server]:
-    """A started storage server for this test alone, which may kill and stop it."""
-    server = Server("storage_kv", tmp_path).start()
-    yield server
-    server.kill()
+def start_server(tmp_path: Path) -> Iterator[StartServer]:
+    """Start servers for this test alone, which may kill and stop them."""
+    with contextlib.ExitStack() as servers:
+        numbers = itertools.count()
+
+        def start(*options: str, kind: str = "storage_kv", **more: Any) -> Server:
+            (folder := tmp_path / f"server-{next(numbers)}").mkdir()
+            return servers.enter_context(Server(kind, folder, options=options, **more))
+
+        yield start
+
+
+@pytest.fixture
+def mortal_storage(start_server: StartServer) -> Server:
+    """A started storage server for this test alone."""
+    return start_server()
 
 
 @pytest.fixture(scope="session")
 def session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server("redis", tmp_path_factory.mktemp("redis")).start()
-    yield server
-    server.kill()
+    with Server("redis", tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
 @pytest.fixture
@@ -72,10 +83,3 @@ async def script(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Scripte
     monkeypatch.setattr("dpu_dataplane.server.source_of", source_of)
     async with running("127.0.0.1:1") as (_, client):
         yield made[0], client
-
-
-def _keys(server: Server) -> list[bytes]:
-    from redis import Redis
-
-    with Redis(port=server.port) as connection:
-        return list(connection.scan_iter(count=1000))

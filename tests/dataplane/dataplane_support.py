@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import grpc
 import numpy as np
@@ -121,6 +121,22 @@ class Server:
             self.put(key, data)
         return records
 
+    def ask(self, *command: Any) -> Any:
+        """Return the reply to one command, as redis-py decodes it."""
+        from redis import Redis
+
+        with Redis(port=self.port, password=self.password or None, decode_responses=True) as client:
+            return client.execute_command(*command)
+
+    def calls(self) -> dict[str, int]:
+        """Return the number of executions of each command."""
+        found = self.ask("INFO", "commandstats")
+        return {name.removeprefix("cmdstat_"): each["calls"] for name, each in found.items()}
+
+    def connections(self) -> int:
+        """Return the number of connections beside the one that asks."""
+        return int(self.ask("INFO", "clients")["connected_clients"]) - 1
+
     def has(self, key: bytes) -> bool:
         return self.command(b"EXISTS", storage_key(key)) == b":1"
 
@@ -130,9 +146,15 @@ class Server:
             self.process.wait()
             self.process = None
 
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
     def freeze(self) -> None:
         """Make it accept connections without answers."""
-        assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         wait_for(lambda: self.process is not None and frozen(self.process.pid))
 
@@ -144,8 +166,10 @@ class Server:
         return any(int(row[4].partition(":")[2], 16) for row in established)
 
     def thaw(self) -> None:
-        assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
+
+
+StartServer = Callable[..., Server]
 
 
 class Segment:
@@ -241,7 +265,9 @@ PATIENT: dict[str, Any] = {"connect_timeout_s": WAIT_MAX_S, "command_timeout_s":
 """Slow storage must not count as down. Tests of an outage set their own timeouts."""
 
 
-def config(server: "Server | str", **changes: Any) -> DataPlaneConfig:
+def config(server: "Server | str | DataPlaneConfig", **changes: Any) -> DataPlaneConfig:
+    if isinstance(server, DataPlaneConfig):
+        return server
     address = server if isinstance(server, str) else server.address
     password = "" if isinstance(server, str) else server.password
     values = {"listen": "127.0.0.1:0", "storage": address, "storage_password": password, "shutdown_timeout_s": 2.0}
@@ -276,7 +302,7 @@ def part_of(
     """Return a part of a running fetch, with the answers of a source."""
     flags = np.ones((shape.layers, len(keys)), np.bool_) if wanted is None else wanted
     size = shape.raw_bytes * len(keys)
-    part = FetchPart(LocalMemory(memory), shape, 0, size, keys, pack(flags))  # type: ignore[arg-type]
+    part = FetchPart(LocalMemory(memory), shape, 0, size, keys, pack(flags))
     part.start(len(keys), shape.layers)
     part.wanted, part.remaining, part.found = flags, flags.copy(), found
     return part
@@ -322,14 +348,17 @@ class Client:
     async def register(self, shape: ChunkLayout, chunks: int, extra: int = 0) -> "Client":
         if self.stub is self.plain:
             await self.hello()
-        self.shape = shape
-        self.segment = Segment(shape.raw_bytes * chunks + extra)
-        self.segments.append(self.segment)
+        self.own(shape, shape.raw_bytes * chunks + extra)
         answer = await self.stub.RegisterMemory(self.register_request())
         self.segment.unlink()
         assert list(answer.chunk_bytes) == [shape.raw_bytes]
         self.memory_id = answer.memory_id
         return self
+
+    def own(self, shape: ChunkLayout, size: int) -> None:
+        """Make a segment of this size the client's, without its registration."""
+        self.shape, self.segment = shape, Segment(size)
+        self.segments.append(self.segment)
 
     def register_request(self, **changes: Any) -> pb.RegisterMemoryRequest:
         fields: dict[str, Any] = {
@@ -369,6 +398,13 @@ class Client:
         assert (answer.chunks, answer.outcome) == (chunks, outcome), answer
         return answer
 
+    async def fetched(self, keys: list[bytes], **changes: Any) -> list[bytes]:
+        """Fetch into cleared memory, check the outcome, and return the chunks that arrived."""
+        self.segment.memory[:] = 0
+        answer = await self.fetch(keys, **changes)
+        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        return self.chunks(answer.chunks)
+
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
         fields: dict[str, Any] = {
@@ -386,6 +422,19 @@ class Client:
         return Stored(
             leading(stored), stored.tolist(), answer.outcome, answer.detail, answer.raw_bytes, answer.stored_bytes
         )
+
+    async def stores(self, keys: list[bytes], **changes: Any) -> "Stored":
+        """Store, and check that all chunks are stored."""
+        answer = await self.store(keys, **changes)
+        assert (answer.chunks, answer.outcome) == (len(keys), pb.OUTCOME_COMPLETE), answer
+        return answer
+
+    async def look(self, *chains: list[bytes], **changes: Any) -> pb.LookupResponse:
+        """Return the plain answer about some chains."""
+        space = self.shape.namespace
+        fields = {"chains": [pb.KeyChain(keys=keys, namespace=space) for keys in chains], "timeout_ms": WAIT_MAX_MS}
+        answer: pb.LookupResponse = await self.stub.Lookup(pb.LookupRequest(**(fields | changes)))
+        return answer
 
     async def lookup(self, keys: list[bytes], space: bytes = b"", timeout_ms: int = WAIT_MAX_MS) -> "Found":
         chain = pb.KeyChain(keys=keys, namespace=space or self.shape.namespace)
@@ -483,7 +532,7 @@ async def repeat(
 
 async def until_ends_with(outcome: int, call: Callable[[], Awaitable[T]]) -> T:
     """Repeat a call until it ends with this outcome, and return its answer."""
-    return await repeat(call, lambda answer: answer.outcome == outcome)  # type: ignore[attr-defined]
+    return await repeat(call, lambda answer: answer.outcome == outcome)
 
 
 @contextlib.asynccontextmanager
@@ -514,7 +563,7 @@ async def client_of(daemon: "Daemon | DaemonProcess", **hello: Any) -> AsyncIter
 
 
 @contextlib.asynccontextmanager
-async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
+async def running(server: "Server | str | DataPlaneConfig", **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
     """A daemon within this event loop, and a client of it."""
     async with Daemon(config(server, **changes)) as daemon:
         async with client_of(daemon) as client:
@@ -523,7 +572,7 @@ async def running(server: "Server | str", **changes: Any) -> AsyncIterator[tuple
 
 @contextlib.asynccontextmanager
 async def serving(
-    shape: ChunkLayout, chunks: int, server: "Server | str", **changes: Any
+    shape: ChunkLayout, chunks: int, server: "Server | str | DataPlaneConfig", **changes: Any
 ) -> AsyncIterator[tuple[Daemon, Client]]:
     """A daemon within this event loop, and a client with registered memory for some chunks."""
     async with running(server, **changes) as (daemon, client):
@@ -545,7 +594,6 @@ class DaemonProcess:
             self.process = Preloaded(
                 [*python, "-m", "shadowserve_tools", "dpu", *flags], stdout=subprocess.PIPE, stderr=log
             )
-        assert self.process.stdout is not None
         line = self.process.stdout.readline().decode().split()
         assert line[:1] == ["ready"], self.log.read_text()
         self.address = line[1]
@@ -561,5 +609,4 @@ class DaemonProcess:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        assert self.process.stdout is not None
         self.process.stdout.close()

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
-from dataplane_support import listening, make_record
+from dataplane_support import Client, layout, listening, make_record, serving
 
+from dpu_dataplane.server import Daemon
 from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
 from shadowserve.record import header_length
@@ -23,8 +25,10 @@ class ScriptedNode:
         lifetimes: Milliseconds to the expiry of records that have one, by name.
         asked: Number of commands by name.
         refused: Commands that get an error.
-        free: Event; while it is cleared, commands of ``held`` get no answer.
+        held: Commands that get no answer until :meth:`free`.
         cuts_at: Number of range requests after which it closes all connections; None for never.
+        lie: Function of the words of a command; its result, unless None, is the answer.
+        part_bytes: Bytes of the answer to a range request after which it closes; None for all.
     """
 
     def __init__(self) -> None:
@@ -34,15 +38,26 @@ class ScriptedNode:
         self.load: int | None = 0
         self.asked: Counter[str] = Counter()
         self.refused: Sequence[str] = ()
-        self.free = asyncio.Event()
-        self.free.set()
         self.held: Sequence[str] = ()
-        self.waiting = 0  # commands that wait for ``free``
+        self.waiting = 0  # commands of ``held`` without an answer
         self.cuts_at: int | None = None
+        self.lie: Callable[[list[bytes]], bytes | None] = lambda words: None
+        self.part_bytes: int | None = None
+        self._free = asyncio.Event()
         self._writers: dict[asyncio.StreamWriter, set[str]] = {}  # with the commands that came over each
 
     def fill(self, shape: ChunkLayout, keys: Sequence[bytes], codec: str = "kvrans") -> None:
         self.records |= {storage_key(key): make_record(shape, key, index, codec) for index, key in enumerate(keys)}
+
+    def hold(self, *commands: str) -> None:
+        """Give these commands no answer from now on."""
+        self.held = commands
+        self._free.clear()
+
+    def free(self) -> None:
+        """Answer all commands again."""
+        self.held = ()
+        self._free.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         commands = CommandReader(_LIMITS)
@@ -52,17 +67,22 @@ class ScriptedNode:
                 commands.feed(data)
                 while (command := commands.next_command()) is not NEED_DATA:
                     assert isinstance(command, list)
-                    name, *words = (bytes(word) for word in command)
-                    self.asked[name.decode()] += 1
-                    came.add(name.decode())
-                    if name.decode() in self.held:
+                    words = [bytes(word) for word in command]
+                    name = words[0].decode()
+                    self.asked[name] += 1
+                    came.add(name)
+                    if name in self.held:
                         self.waiting += 1
-                        await self.free.wait()
+                        await self._free.wait()
                         self.waiting -= 1
                     if self.cuts_at is not None and self.asked["GETRANGE"] > self.cuts_at:
                         self.cut()
-                    is_refused = name.decode() in self.refused
-                    writer.write(b"-OOM too full\r\n" if is_refused else self._answer(name, words))
+                    lie = b"-OOM too full\r\n" if name in self.refused else self.lie(words)
+                    answer = self.answer(words) if lie is None else lie
+                    if name == "GETRANGE" and self.part_bytes is not None:
+                        writer.write(answer[: self.part_bytes])
+                        return writer.close()
+                    writer.write(answer)
         self._writers.pop(writer, None)
         writer.close()
 
@@ -76,25 +96,26 @@ class ScriptedNode:
             writer.transport.abort()
             self._writers.pop(writer, None)
 
-    def _answer(self, name: bytes, words: list[bytes]) -> bytes:
-        match name, words:
-            case b"PING", []:
+    def answer(self, words: list[bytes]) -> bytes:
+        """Return the right answer to a command."""
+        match words:
+            case [b"PING"]:
                 return b"+PONG\r\n"
-            case b"KV.LOAD", [] if self.load is not None:
+            case [b"KV.LOAD"] if self.load is not None:
                 return b":%d\r\n" % self.load
-            case b"KV.META", names:
+            case [b"KV.META", *names]:
                 return b"*%d\r\n" % len(names) + b"".join(map(self._meta, names))
-            case b"GETRANGE", [key, first, last]:
+            case [b"GETRANGE", key, first, last]:
                 part = self.records.get(key, b"")[int(first) : int(last) + 1]
                 return b"$%d\r\n%b\r\n" % (len(part), part)
-            case b"SET", [key, value]:
+            case [b"SET", key, value]:
                 self.records.setdefault(key, value)
                 return b"+OK\r\n"
-            case b"PTTL", [key]:
+            case [b"PTTL", key]:
                 return b":%d\r\n" % self.lifetimes.get(key, -1 if key in self.records else -2)
-            case b"DEL", [key]:
+            case [b"DEL", key]:
                 return b":%d\r\n" % (self.records.pop(key, None) is not None)
-        return b"-ERR unknown command '%b'\r\n" % name
+        return b"-ERR unknown command '%b'\r\n" % words[0]
 
     def _meta(self, name: bytes) -> bytes:
         if (record := self.records.get(name)) is None:
@@ -111,3 +132,15 @@ async def scripted_nodes(count: int) -> AsyncIterator[list[ScriptedNode]]:
             stack.callback(node.cut)
             node.address = await stack.enter_async_context(listening(node.serve))
         yield nodes
+
+
+@contextlib.asynccontextmanager
+async def fleet(
+    count: int, chunks: int, shape: ChunkLayout | None = None, **changes: Any
+) -> AsyncIterator[tuple[list[ScriptedNode], Daemon, Client]]:
+    """Scripted nodes, a data plane over them, and a client with memory for some chunks."""
+    async with scripted_nodes(count) as nodes:
+        addresses = [node.address for node in nodes]
+        options = {"storage_nodes": addresses} | changes
+        async with serving(shape or layout(), chunks, "127.0.0.1:1", **options) as (daemon, client):
+            yield nodes, daemon, client

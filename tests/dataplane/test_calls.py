@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from dataplane_support import (
     Client,
     Server,
     cancel,
+    client_of,
     keys_of,
     kv,
     layout,
@@ -25,7 +24,7 @@ from dataplane_support import (
     serving,
 )
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, until
+from machine import NEVER_MS, NEVER_S, http_get, until
 
 from dpu_dataplane.server import SERVICE_NAME, Daemon
 from shadowserve.proto import dataplane_pb2 as pb
@@ -50,8 +49,8 @@ async def test_a_lookup_reports_the_stored_bytes(client: Client, storage: Server
     storage.fill(SHAPE, KEYS[:3])
     storage.put(KEYS[3], b"no record")
     sizes = [len(make_record(SHAPE, key, index)) for index, key in enumerate(KEYS[:3])]
-    chains = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in (KEYS, KEYS[:1], [bytes(32)], [])]
-    answer = await client.stub.Lookup(pb.LookupRequest(chains=chains, timeout_ms=NEVER_MS))
+    client.shape = SHAPE
+    answer = await client.look(KEYS, KEYS[:1], [bytes(32)], [])
     assert answer.outcome == pb.OUTCOME_COMPLETE
     assert list(answer.stored_bytes) == [sum(sizes), sizes[0], 0, 0]
 
@@ -159,22 +158,14 @@ async def test_fetches_and_stores_side_by_side(storage: Server) -> None:
     async with running(storage) as (daemon, client):
 
         async def one(shape: Any, seed: int) -> None:
-            peer = Client(daemon.address)
-            try:
+            async with client_of(daemon) as peer:
                 keys = keys_of(shape, 3, seed=seed)
                 await peer.register(shape, 3)
-                for index in range(3):
-                    begin = index * shape.raw_bytes
-                    peer.segment.memory[begin : begin + shape.raw_bytes] = memoryview(kv(shape, seed + index))
+                chunks = [kv(shape, seed + index) for index in range(3)]
+                peer.segment.memory[:] = memoryview(b"".join(chunks))
                 peer._jobs = 1000 * seed
-                before = peer.segment.memory.copy()
-                assert (await peer.store(keys)).outcome == pb.OUTCOME_COMPLETE
-                peer.segment.memory[:] = 0
-                assert (await peer.fetch(keys)).outcome == pb.OUTCOME_COMPLETE
-                if shape.bins == 0:
-                    assert (peer.segment.memory == before).all()
-            finally:
-                await peer.close()
+                await peer.stores(keys)
+                assert await peer.fetched(keys) == chunks or shape.bins
 
         await asyncio.gather(*(one(shapes[seed % 3], seed) for seed in range(1, 25)))
         assert daemon.metrics.fetches == {"complete": 24}
@@ -209,16 +200,6 @@ async def test_health_service_answers(client: Client) -> None:
     assert SERVICE_NAME == "shadowserve.v1.DataPlane"
 
 
-def probe(port: int, path: str) -> tuple[int, str]:
-    """Return the status and the text of a probe."""
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=WAIT_MAX_S) as page:
-            return page.status, page.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
-
-
 async def test_metrics_and_probes_are_served_on_a_free_port(storage: Server, caplog: pytest.LogCaptureFixture) -> None:
     """Symptom: with ``metrics_port: 0`` the port that was taken could not be found out."""
     caplog.set_level("INFO", "dpu_dataplane")
@@ -229,7 +210,7 @@ async def test_metrics_and_probes_are_served_on_a_free_port(storage: Server, cap
         port = daemon.metrics_port
         assert port and f"http://0.0.0.0:{port}/metrics" in caplog.text
         (_, text), health, ready = [
-            await asyncio.to_thread(probe, port, path) for path in ("/metrics", "/healthz", "/readyz")
+            await asyncio.to_thread(http_get, port, path) for path in ("/metrics", "/healthz", "/readyz")
         ]
     assert health[0] == 200 and health[1].startswith("ok event loop: answered in ")
     assert ready[0] == 200 and "\nok draining: no\nok storage: connected to " in ready[1]

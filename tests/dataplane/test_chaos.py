@@ -3,9 +3,8 @@
 import asyncio
 import random
 from collections.abc import Callable
-from pathlib import Path
 
-from dataplane_support import Client, Fetched, Server, Stored, keys_of, kv, layout, make_record, running
+from dataplane_support import Client, Fetched, Server, StartServer, Stored, keys_of, kv, layout, make_record, running
 from machine import WAIT_MAX_S, until
 
 from dpu_dataplane.server import Daemon
@@ -71,45 +70,42 @@ def corrupt(server: Server, luck: random.Random) -> None:
     server.put(KEYS[caller][index], bytes(data))
 
 
-async def test_no_answer_is_ever_wrong(tmp_path: Path) -> None:
+async def test_no_answer_is_ever_wrong(start_server: StartServer) -> None:
     luck = random.Random(0)
     stop = asyncio.Event()
-    storage = Server("redis", tmp_path).start()
-    try:
-        async with running(storage, connect_timeout_s=1.0, quarantine_s=0.1) as (daemon, _):
-            callers = [asyncio.create_task(call_at_random(daemon, caller, stop)) for caller in range(CALLERS)]
-            fetches, integrity_failures = daemon.metrics.fetches, daemon.metrics.integrity_failures
+    storage = start_server(kind="redis")
+    async with running(storage, connect_timeout_s=1.0, quarantine_s=0.1) as (daemon, _):
+        callers = [asyncio.create_task(call_at_random(daemon, caller, stop)) for caller in range(CALLERS)]
+        fetches, integrity_failures = daemon.metrics.fetches, daemon.metrics.integrity_failures
 
-            async def happens(condition: Callable[[], object]) -> None:
-                """Wait until the callers fetch it, or one of them has failed."""
-                await until(lambda: condition() or any(caller.done() for caller in callers))
-                await asyncio.wait(callers, timeout=0.1)
+        async def happens(condition: Callable[[], object]) -> None:
+            """Wait until the callers fetch it, or one of them has failed."""
+            await until(lambda: condition() or any(caller.done() for caller in callers))
+            await asyncio.wait(callers, timeout=0.1)
 
-            for event in ("corrupt", "kill", "corrupt", "freeze", "corrupt"):
-                complete = fetches["complete"]
-                await happens(lambda seen=complete: fetches["complete"] > seen)
-                if event == "kill":
-                    await asyncio.to_thread(storage.kill)
-                    away = fetches["storage_unavailable"]
-                    await happens(lambda seen=away: fetches["storage_unavailable"] > seen)
-                    await asyncio.to_thread(storage.start)
-                elif event == "freeze":
-                    await asyncio.to_thread(storage.freeze)
-                    late = fetches["deadline"]
-                    await happens(lambda seen=late: fetches["deadline"] > seen)
-                    storage.thaw()
-                else:
-                    found = integrity_failures["corrupt"]
-                    async with asyncio.timeout(WAIT_MAX_S):
-                        while integrity_failures["corrupt"] == found and not any(caller.done() for caller in callers):
-                            for _ in range(10):
-                                await asyncio.to_thread(corrupt, storage, luck)
-                            await asyncio.wait(callers, timeout=0.1)
-            stop.set()
-            delivered = await asyncio.gather(*callers)
-            assert sum(delivered) > 0
-            assert "internal" not in fetches and "internal" not in daemon.metrics.stores
-            assert fetches["complete"] and fetches["storage_unavailable"]
-            assert integrity_failures["corrupt"]
-    finally:
-        storage.kill()
+        for event in ("corrupt", "kill", "corrupt", "freeze", "corrupt"):
+            complete = fetches["complete"]
+            await happens(lambda seen=complete: fetches["complete"] > seen)
+            if event == "kill":
+                await asyncio.to_thread(storage.kill)
+                away = fetches["storage_unavailable"]
+                await happens(lambda seen=away: fetches["storage_unavailable"] > seen)
+                await asyncio.to_thread(storage.start)
+            elif event == "freeze":
+                await asyncio.to_thread(storage.freeze)
+                late = fetches["deadline"]
+                await happens(lambda seen=late: fetches["deadline"] > seen)
+                storage.thaw()
+            else:
+                found = integrity_failures["corrupt"]
+                async with asyncio.timeout(WAIT_MAX_S):
+                    while integrity_failures["corrupt"] == found and not any(caller.done() for caller in callers):
+                        for _ in range(10):
+                            await asyncio.to_thread(corrupt, storage, luck)
+                        await asyncio.wait(callers, timeout=0.1)
+        stop.set()
+        delivered = await asyncio.gather(*callers)
+        assert sum(delivered) > 0
+        assert "internal" not in fetches and "internal" not in daemon.metrics.stores
+        assert fetches["complete"] and fetches["storage_unavailable"]
+        assert integrity_failures["corrupt"]

@@ -7,8 +7,6 @@ import asyncio
 import contextlib
 import re
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import grpc
 import pytest
 from dataplane_support import Client, DaemonProcess, Server, client_of, keys_of, layout, refused
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, frozen, until, wait_for
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, free_port, frozen, http_get, until, wait_for
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -35,12 +33,7 @@ class Daemon(DaemonProcess):
         super().__init__(storage, folder, **(fields | changes))
 
     def page(self, name: str) -> str:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{name}", timeout=WAIT_MAX_S) as answer:
-                return str(answer.read().decode())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.read().decode()
+        return http_get(self.port, f"/{name}")[1]
 
     def copying(self) -> bool:
         """Return True if the copying engine has received a job."""

@@ -151,8 +151,7 @@ async def filled(script: tuple[ScriptedSource, Client]) -> tuple[ScriptedSource,
 
 
 async def retried(client: Client, outcome: int, count: int) -> str:
-    answer = await client.fetch(KEYS)
-    assert (answer.outcome, answer.chunks) == (outcome, count), answer.detail
+    answer = await client.fetches(KEYS, count, outcome)
     assert client.chunks(count) == [expected(SHAPE, KEYS[index], RECORDS[index]) for index in range(count)]
     return answer.detail
 

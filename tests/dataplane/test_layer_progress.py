@@ -314,7 +314,7 @@ async def gated(script: tuple[ScriptedSource, Client]) -> Any:
     await client.register(SHAPE, CHUNKS)
     assert (await client.lookup(KEYS)).hits == [CHUNKS]
     gate = Gate()
-    source.free = gate  # type: ignore[assignment]
+    source.free = gate
     yield gate, client
     gate.open(1000)
 

@@ -11,7 +11,6 @@ from dataplane_support import (
     WAYS,
     Client,
     DaemonProcess,
-    Segment,
     Server,
     client_of,
     keys_of,
@@ -35,8 +34,7 @@ class Shrinking:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        client.shape, client.segment = SHAPE, Segment(4 * SHAPE.raw_bytes)
-        client.segments.append(client.segment)
+        client.own(SHAPE, 4 * SHAPE.raw_bytes)
         self._file = os.open(client.segment.path, os.O_RDWR)
 
     async def register(self) -> "Shrinking":

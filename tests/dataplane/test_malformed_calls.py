@@ -267,14 +267,13 @@ ROWS: dict[str, list[Row]] = {
 @pytest.mark.parametrize("call", ROWS)
 async def test_a_malformed_call_names_the_field(storage: Server, call: str) -> None:
     async with running(storage, tiers={"memory_budget_bytes": "8MiB"}) as (daemon, client):
-        client.shape, client.segment = SHAPE, Segment(SIZE)
-        client.segments.append(client.segment)
+        client.own(SHAPE, SIZE)
         request = client.register_request(layouts=[layout_message(SHAPE), layout_message(OTHER)])
         client.memory_id = (await client.stub.RegisterMemory(request)).memory_id
         for changes, words, *code in ROWS[call]:
             method = getattr(client.stub, call.partition(" ")[0])(MAKE[call](client, **changes))
             await refused(method.read() if hasattr(method, "read") else method, *(code or [INVALID]), *words)
-        assert not daemon.budget.bounded and len(daemon._source._prefetcher._requests) == 0  # type: ignore[attr-defined]
+        assert not daemon.budget.bounded and len(daemon._source._prefetcher._requests) == 0
         assert daemon.metrics.gauges["hosts"][1]() == daemon.metrics.gauges["registrations"][1]() == 1
         assert (await client.fetch(KEYS[:1])).outcome == pb.OUTCOME_ABSENT
 
@@ -297,8 +296,7 @@ async def test_impossible_pages_are_refused(storage: Server) -> None:
         ({"keys": []}, "keys"),
     ]
     async with running(storage) as (_, client):
-        client.shape, client.segment = PAGES, Segment(SIZE // 8192 * 8192 + 8192)
-        client.segments.append(client.segment)
+        client.own(PAGES, SIZE // 8192 * 8192 + 8192)
         for changes, word in wrong_memory:
             request = client.register_request(pages=pb.PagedMemory(**(PAGED | changes)))
             await refused(client.stub.RegisterMemory(request), INVALID, word)

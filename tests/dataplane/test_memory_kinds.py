@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dataplane_support import INVALID, Client, Segment, Server, keys_of, kvs, layout, refused, running
+from dataplane_support import INVALID, Client, Server, keys_of, kvs, layout, refused, running
 
 from host_control.delivery import address_of
 from shadowserve import native
@@ -44,8 +44,7 @@ def exported() -> Iterator[Exported]:
 
 async def register(client: Client, **memory: Any) -> int:
     """Register ``memory`` in place of the client's segment."""
-    client.shape, client.segment = SHAPE, Segment(SIZE)
-    client.segments.append(client.segment)
+    client.own(SHAPE, SIZE)
     answer = await client.stub.RegisterMemory(client.register_request(shared_memory=None, **memory))
     client.memory_id = answer.memory_id
     return client.memory_id

@@ -4,27 +4,28 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 from dataplane_support import (
     Client,
     Found,
     Server,
+    cancel,
     found,
     keys_of,
     kv,
     kvs,
     layout,
-    listening,
     make_record,
     running,
     serving,
     until_ends_with,
 )
-from machine import NEVER_MS, WAIT_MAX_MS, WAIT_MAX_S, until
+from machine import NEVER_MS, WAIT_MAX_S, until
+from scripted_node import ScriptedNode, scripted_nodes
 
 from dpu_dataplane.sources.outage import BACKOFF_MAX_S
-from shadowserve import record, resp
 from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -41,7 +42,7 @@ async def assert_calls_fail_at_once(client: Client) -> None:
             assert (await client.store(KEYS)).outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
 
 
-async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.LogCaptureFixture) -> None:  # type: ignore[no-untyped-def]
+async def test_storage_absent_at_start_then_started(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "dpu_dataplane")
     server = Server("storage_kv", tmp_path)
     async with serving(SHAPE, 6, server) as (_, client):
@@ -52,12 +53,9 @@ async def test_storage_absent_at_start_then_started(tmp_path, caplog: pytest.Log
         ours = [entry for entry in caplog.records if entry.name == "dpu_dataplane.sources.resp.server"]
         warnings = [entry for entry in ours if entry.levelno >= logging.WARNING]
         assert len(warnings) == 1, [entry.getMessage() for entry in warnings]
-        server.start()
-        try:
+        with server:
             server.fill(SHAPE, KEYS)
             await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.fetch(KEYS))
-        finally:
-            server.kill()
 
 
 async def test_storage_is_restarted_with_and_without_its_records(mortal_storage: Server) -> None:
@@ -130,74 +128,16 @@ def _ask(client: Client) -> bool:
 
 # ---- A faulty server -----------------------------------------------------------------------------------------------
 
-Answer = Callable[[list[bytes]], bytes | None]
-
-
-class Liar:
-    """Speaks RESP over a dict, with faults that a test selects."""
-
-    def __init__(self) -> None:
-        self.values = {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
-        self.lie: Answer = lambda command: None
-        self.address = ""
-        self.drop_after: int | None = None  # bytes of an answer, then close
-        self.heard: list[bytes] = []  # keys that were set
-        self.commands: list[bytes] = []
-
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        commands = resp.CommandReader()
-        try:
-            while data := await reader.read(65536):
-                commands.feed(data)
-                while isinstance(command := commands.next_command(), list):
-                    words = [bytes(word) for word in command]
-                    self.commands.append(words[0])
-                    if words[0] == b"SET":
-                        self.heard.append(words[1])
-                    answer = self.lie(words)
-                    answer = self.truth(words) if answer is None else answer
-                    if self.drop_after is not None and words[0] == b"GETRANGE":
-                        writer.write(answer[: self.drop_after])
-                        await writer.drain()
-                        return
-                    writer.write(answer)
-                    await writer.drain()
-        except (ConnectionError, asyncio.CancelledError):
-            pass
-        finally:
-            writer.close()
-
-    def truth(self, words: list[bytes]) -> bytes:
-        if words[0] == b"PING":
-            return b"+PONG\r\n"
-        if words[0] == b"DEL":
-            return b":%d\r\n" % (self.values.pop(words[1], None) is not None)
-        if words[0] == b"SET":
-            self.values[words[1]] = words[2]
-            return b"+OK\r\n"
-        if words[0] == b"GETRANGE":
-            value = self.values.get(words[1], b"")[int(words[2]) : int(words[3]) + 1]
-            return b"$%d\r\n%b\r\n" % (len(value), value)
-        assert words[0] == b"KV.META"
-        parts = [b"*%d\r\n" % (len(words) - 1)]
-        for name in words[1:]:
-            if name not in self.values:
-                parts.append(b"$-1\r\n")
-                continue
-            value = self.values[name]
-            head = value[: record.header_length(value)]
-            parts.append(b"*2\r\n:%d\r\n$%d\r\n%b\r\n" % (len(value), len(head), head))
-        return b"".join(parts)
-
 
 @pytest.fixture
-async def liar() -> AsyncIterator[Liar]:
-    made = Liar()
-    async with listening(made.serve) as made.address:
-        yield made
+async def liar() -> AsyncIterator[ScriptedNode]:
+    """A server with the records that lies as the test says."""
+    async with scripted_nodes(1) as [node]:
+        node.fill(SHAPE, KEYS)
+        yield node
 
 
-def answering(name: bytes, answer: bytes) -> Answer:
+def answering(name: bytes, answer: bytes) -> Callable[[list[bytes]], bytes | None]:
     return lambda command: answer if command[0] == name else None
 
 
@@ -218,37 +158,35 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-async def test_wrong_answers_of_a_server_are_misses(liar: Liar, lie: str) -> None:
+async def test_wrong_answers_of_a_server_are_misses(liar: ScriptedNode, lie: str) -> None:
     command, wrong, outcome = LIES[lie]
     silence = 0.5 if lie == "a bulk beyond every limit" else WAIT_MAX_S  # the server never sends the rest
     async with serving(SHAPE, 6, liar.address, command_timeout_s=silence) as (_, client):
         client.segment.memory[:] = 0x33
         liar.lie = answering(command, wrong)
-        answer = await client.fetch(KEYS)
-        assert (answer.outcome, answer.chunks) == (outcome, 0), answer
-        assert answer.detail
+        assert (await client.fetches(KEYS, 0, outcome)).detail
         liar.lie = lambda command: None
         await until_ends_with(pb.OUTCOME_COMPLETE, lambda: client.fetch(KEYS))
         assert client.chunks(6) == kvs(SHAPE, 6)
 
 
 @pytest.mark.parametrize("after", [0, 3, 5000])
-async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: Liar, after: int) -> None:
+async def test_a_connection_that_breaks_within_a_body_is_a_miss(liar: ScriptedNode, after: int) -> None:
     async with serving(SHAPE, 6, liar.address) as (_, client):
-        liar.drop_after = after
+        liar.part_bytes = after
         await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
-        liar.drop_after = None
+        liar.part_bytes = None
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
 @pytest.mark.parametrize("looked_up", [True, False])
-async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up: bool) -> None:
+async def test_corruption_is_accepted_after_a_second_read(liar: ScriptedNode, looked_up: bool) -> None:
     flips = iter([True])
 
     def flip_once(command: list[bytes]) -> bytes | None:
         if command[0] != b"GETRANGE" or command[1] != storage_key(KEYS[2]) or not next(flips, False):
             return None
-        answer = bytearray(liar.truth(command))
+        answer = bytearray(liar.answer(command))
         answer[-10] ^= 1
         return bytes(answer)
 
@@ -261,13 +199,13 @@ async def test_corruption_is_accepted_after_a_second_read(liar: Liar, looked_up:
         assert not daemon.metrics.integrity_failures
 
 
-async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) -> None:
-    liar.values.clear()
+async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: ScriptedNode) -> None:
+    liar.records.clear()
     liar.lie = answering(b"SET", b"")
     async with serving(SHAPE, 6, liar.address) as (_, client):
         store = asyncio.ensure_future(client.store(KEYS, job_id="store", timeout_ms=NEVER_MS))
-        await until(lambda: len(liar.heard) > 0)
-        assert (await client.stub.Cancel(pb.CancelRequest(job_id="store"))).found
+        await until(lambda: liar.asked["SET"])
+        assert await cancel(client, "store")
         assert (await store).outcome == pb.OUTCOME_CANCELLED
         answer = await client.store(KEYS, timeout_ms=300)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_DEADLINE, 0)
@@ -275,7 +213,7 @@ async def test_an_unanswered_put_ends_on_cancel_and_at_the_deadline(liar: Liar) 
         assert (await client.store(KEYS)).outcome == pb.OUTCOME_COMPLETE
 
 
-async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
+async def test_a_broken_put_is_retried_once(liar: ScriptedNode) -> None:
     breaks = iter([True])
 
     def break_once(command: list[bytes]) -> bytes | None:
@@ -283,41 +221,37 @@ async def test_a_broken_put_is_retried_once(liar: Liar) -> None:
             raise ConnectionResetError
         return None
 
-    liar.values.clear()
+    liar.records.clear()
     async with serving(SHAPE, 6, liar.address, codec="kvrans") as (_, client):
         client.fill(6)
         liar.lie = break_once
-        answer = await client.store(KEYS)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 6)
-        assert liar.values == {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
+        await client.stores(KEYS)
+        assert liar.records == {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}
 
 
-async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: Liar) -> None:
+async def test_a_lookup_of_a_long_prompt_is_one_round_trip(liar: ScriptedNode) -> None:
     asked: list[list[bytes]] = []
 
     def answer_the_last(words: list[bytes]) -> bytes | None:
         if words[0] != b"KV.META":
             return None
         asked.append(words)
-        return b"" if len(asked) < 2 else b"".join(map(liar.truth, asked))
+        return b"" if len(asked) < 2 else b"".join(map(liar.answer, asked))
 
     liar.lie = answer_the_last
     shape = layout(layers=32, vector_length=8)
     chains = [keys_of(shape, 512, seed=seed) for seed in range(2)]  # 128K tokens in chunks of 256, for two ranks
     for keys in chains:
         for key in keys[:500]:
-            liar.values[storage_key(key)] = make_record(shape, key, 0, "none")
+            liar.records[storage_key(key)] = make_record(shape, key, 0, "none")
     async with running(liar.address) as (daemon, client):
         await until(lambda: daemon.metrics.gauges["storage_up"][1]() == 1)
-        liar.commands.clear()
-        request = pb.LookupRequest(
-            chains=[pb.KeyChain(keys=keys, namespace=shape.namespace) for keys in chains], timeout_ms=WAIT_MAX_MS
-        )
-        answer = found(await client.stub.Lookup(request), 512, 512)
+        liar.asked.clear()
+        client.shape = shape
+        answer = found(await client.look(*chains), 512, 512)
         assert (answer.hits, answer.outcome) == ([500, 500], pb.OUTCOME_COMPLETE)
-        assert liar.commands == [b"KV.META"] * 2, "one command for each chain"
+        assert liar.asked == {"KV.META": 2}, "one command for each chain"
         # The next fetch needs no further request.
         await client.register(shape, 20)
-        fetched = await client.fetch(chains[0][:20], timeout_ms=WAIT_MAX_MS)
-        assert (fetched.outcome, fetched.chunks) == (pb.OUTCOME_COMPLETE, 20)
+        await client.fetches(chains[0][:20], 20)
         assert len(asked) == 2

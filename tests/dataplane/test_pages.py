@@ -170,7 +170,6 @@ def rot(daemon: Daemon, folder: Path, index: int, layer: int) -> None:
     assert isinstance(pool, DevicePool)
     with tiers.lock:
         item = pool.peek(address_of(KEYS[index]))
-        assert item is not None
         lent = pool.lend_extents([KEYS[index]], [item.length])
         pool.return_extents(lent)
     body = item.length - SHAPE.raw_bytes
@@ -364,13 +363,13 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
         with tiers.lock:
             items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *others]]
         assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
-        assert daemon.metrics.prefetch_bytes["device"] == items[-1].length  # type: ignore[union-attr]
+        assert daemon.metrics.prefetch_bytes["device"] == items[-1].length
 
 
 async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom (F21): prefetches read from a device while a page load was waiting for it."""
     async with stored(tmp_path) as (daemon, client, paged):
-        prefetching = daemon._source._prefetcher  # type: ignore[attr-defined]
+        prefetching = daemon._source._prefetcher
         device = Held(daemon, monkeypatch)
         call = asyncio.ensure_future(paged.fetch())
         await device.begun.wait()

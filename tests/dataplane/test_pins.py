@@ -1,13 +1,10 @@
 """Pins of records that are stored now or later: by session, on one and on several nodes, and in local tiers alone."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from dataplane_support import Client, Server, keys_of, layout, repeat, running, serving
-from machine import WAIT_MAX_MS
-from redis import Redis
+from dataplane_support import Client, Server, StartServer, keys_of, layout, repeat, running, serving
+from machine import WAIT_MAX_MS, until
 
 from dpu_dataplane.pinning import PINS_MAX, Pins
 from shadowserve.errors import StorageRefusedError
@@ -21,21 +18,9 @@ OTHERS = keys_of(SHAPE, CHUNKS, seed=1)
 MINUTE_MS = 60_000
 
 
-def node(directory: Path, *options: str) -> Iterator[Server]:
-    directory.mkdir()
-    made = Server("storage_kv", directory, options=options).start()
-    yield made
-    made.kill()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    yield from node(tmp_path / "node")
-
-
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[Server]:
-    yield from node(tmp_path / "other")
+def server(start_server: StartServer) -> Server:
+    return start_server()
 
 
 async def pin(client: Client, keys: list[bytes], lasts_ms: int = MINUTE_MS, session: bytes = b"") -> pb.PinResponse:
@@ -51,27 +36,21 @@ async def pins(client: Client, keys: list[bytes], lasts_ms: int = MINUTE_MS, ses
 
 def pinned(*servers: Server) -> int:
     """Return the number of pinned keys."""
-    count = 0
-    for server in servers:
-        with Redis(port=server.port, decode_responses=True) as client:
-            count += sum(int(tenant["keys"]) for tenant in client.execute_command("KV.PINS"))
-    return count
+    return sum(int(tenant["keys"]) for server in servers for tenant in server.ask("KV.PINS"))
 
 
 async def until_pinned(count: int, *servers: Server) -> None:
-    async def now() -> int:
-        return pinned(*servers)
-
-    assert await repeat(now, lambda found: found == count) == count
+    await until(lambda: pinned(*servers) == count)
 
 
 async def test_records_are_pinned_that_are_stored_now_or_later_and_no_others(server: Server) -> None:
     async with serving(SHAPE, CHUNKS, server) as (_, client):
         client.fill(CHUNKS)
-        assert (await client.store(KEYS[:2])).chunks == 2
+        await client.stores(KEYS[:2])
         await pins(client, KEYS)
         assert pinned(server) == 2
-        assert (await client.store(KEYS)).chunks == CHUNKS and (await client.store(OTHERS)).chunks == CHUNKS
+        await client.stores(KEYS)
+        await client.stores(OTHERS)
         await until_pinned(CHUNKS, server)
         await pins(client, KEYS, 0)
         assert pinned(server) == 0
@@ -88,8 +67,7 @@ async def test_a_release_keeps_what_another_session_has_pinned(server: Server) -
 
 async def test_a_release_ends_no_pins_that_the_session_never_set(server: Server) -> None:
     server.fill(SHAPE, KEYS)
-    with Redis(port=server.port) as operator:
-        operator.execute_command("KV.PIN", 60, storage_key(KEYS[0]))
+    server.ask("KV.PIN", 60, storage_key(KEYS[0]))
     async with running(server) as (_, client):
         await pins(client, KEYS[1:], session=b"ours")
         await pins(client, KEYS, 0, session=b"ours")
@@ -121,24 +99,23 @@ async def test_a_ttl_puts_no_end_on_a_record_that_another_request_has_stored(
     storage: Server = request.getfixturevalue(kind)
     async with serving(SHAPE, CHUNKS, storage) as (daemon, client):
         client.fill(CHUNKS)
-        assert (await client.store(KEYS[:2])).chunks == 2
+        await client.stores(KEYS[:2])
 
         async def before_the_other_store(keys: list[bytes]) -> list[None]:
             return [None] * len(keys)
 
         daemon._source.find_stored = before_the_other_store
-        assert (await client.store(KEYS, lasts_ms=MINUTE_MS)).chunks == CHUNKS
-        with Redis(port=storage.port) as direct:
-            assert [direct.pttl(storage_key(key)) > 0 for key in KEYS] == [False, False, True, True]
+        await client.stores(KEYS, lasts_ms=MINUTE_MS)
+        assert [storage.ask("PTTL", storage_key(key)) > 0 for key in KEYS] == [False, False, True, True]
 
 
 async def test_what_storage_does_not_pin_is_not_pinned_in_local_tiers(redis: Server) -> None:
     async with serving(SHAPE, CHUNKS, redis, tiers={"memory_budget_bytes": "1MiB"}) as (daemon, client):
         client.fill(CHUNKS)
-        assert (await client.store(KEYS)).chunks == CHUNKS
+        await client.stores(KEYS)
         assert not (await pin(client, KEYS)).supported
         for seed in range(2, 40):
-            assert (await client.store(keys_of(SHAPE, CHUNKS, seed))).chunks == CHUNKS
+            await client.stores(keys_of(SHAPE, CHUNKS, seed))
         assert not any(daemon._source._tiers.has(key) for key in KEYS)
 
 
@@ -154,22 +131,19 @@ async def test_a_refused_pin_says_why_and_a_later_store_does_not_repeat_it(serve
         answer = await pin(client, [*KEYS, *OTHERS], 2**32 - 1)
         assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED and "pin_max_s" in answer.detail
         client.fill(CHUNKS)
-        assert (await client.store(OTHERS)).chunks == CHUNKS
+        await client.stores(OTHERS)
         await pins(client, KEYS[:1])
         assert pinned(server) == 1 and not daemon.metrics.totals["pins_refused"]
 
 
-async def test_a_pin_that_is_refused_after_its_store_is_counted(tmp_path: Path) -> None:
-    for server in node(tmp_path / "node", "--pin-share", "0"):
-        async with serving(SHAPE, CHUNKS, server) as (daemon, client):
-            client.fill(CHUNKS)
-            await pins(client, KEYS)
-            assert (await client.store(KEYS)).chunks == CHUNKS
-
-            async def refused() -> int:
-                return int(daemon.metrics.totals["pins_refused"])
-
-            assert await repeat(refused, lambda count: count == CHUNKS) and pinned(server) == 0
+async def test_a_pin_that_is_refused_after_its_store_is_counted(start_server: StartServer) -> None:
+    server = start_server("--pin-share", "0")
+    async with serving(SHAPE, CHUNKS, server) as (daemon, client):
+        client.fill(CHUNKS)
+        await pins(client, KEYS)
+        await client.stores(KEYS)
+        await until(lambda: daemon.metrics.totals["pins_refused"] == CHUNKS)
+        assert pinned(server) == 0
 
 
 async def test_redis_knows_no_pins_and_serves_all_other_calls(redis: Server) -> None:
@@ -178,15 +152,16 @@ async def test_redis_knows_no_pins_and_serves_all_other_calls(redis: Server) -> 
         for _ in range(2):
             answer = await pin(client, KEYS)
             assert (answer.outcome, answer.supported) == (pb.OUTCOME_COMPLETE, False)
-        assert (await client.store(KEYS)).chunks == CHUNKS
+        await client.stores(KEYS)
 
 
-async def test_several_nodes_pin_their_own_records(server: Server, other: Server) -> None:
+async def test_several_nodes_pin_their_own_records(server: Server, start_server: StartServer) -> None:
+    other = start_server()
     chains = [keys_of(SHAPE, CHUNKS, seed) for seed in range(16)]
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=[server.address, other.address]) as (_, client):
         client.fill(CHUNKS)
         for chain in chains:
-            assert (await client.store(chain)).chunks == CHUNKS
+            await client.stores(chain)
         assert all(any(each.has(chain[0]) for chain in chains) for each in (server, other))
         await pins(client, sum(chains, []))
         assert pinned(server, other) == 16 * CHUNKS
@@ -203,15 +178,14 @@ async def test_a_pinned_record_stays_in_local_tiers_and_one_with_a_ttl_is_stored
     options: dict[str, Any] = {"tiers": tiers} if below else {"tiers": tiers, "storage": ""}
     async with serving(SHAPE, CHUNKS, server, **options) as (_, client):
         client.fill(CHUNKS)
-        assert (await client.store(KEYS)).chunks == CHUNKS
+        await client.stores(KEYS)
         await pins(client, KEYS)
         for seed in range(2, 40):
-            assert (await client.store(keys_of(SHAPE, CHUNKS, seed))).chunks == CHUNKS
+            await client.stores(keys_of(SHAPE, CHUNKS, seed))
         if below:
             assert pinned(server) == CHUNKS
-            assert (await client.store(OTHERS, lasts_ms=MINUTE_MS)).chunks == CHUNKS
-            with Redis(port=server.port) as direct:
-                assert all(0 < direct.pttl(storage_key(key)) <= MINUTE_MS for key in OTHERS)
+            await client.stores(OTHERS, lasts_ms=MINUTE_MS)
+            assert all(0 < server.ask("PTTL", storage_key(key)) <= MINUTE_MS for key in OTHERS)
             server.kill()
         await repeat(lambda: client.lookup([*KEYS, *keys_of(SHAPE, CHUNKS, 2)]), lambda found: found.hits == [CHUNKS])
 

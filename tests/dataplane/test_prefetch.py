@@ -9,17 +9,15 @@ import pytest
 from budget_support import delayed, moved, report
 from dataplane_support import (
     Client,
-    Fetched,
     Server,
     keys_of,
-    kvs,
     layout,
     make_record,
     running,
     serving,
 )
 from machine import NEVER_S, until
-from test_tiers import cool, storage_away, tiers_in, tiers_of
+from test_tiers import assert_right, cool, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.server import Daemon
@@ -74,7 +72,7 @@ def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
 
 
 def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:
-    found: prefetcher.Prefetcher = daemon._source._prefetcher  # type: ignore[attr-defined]
+    found: prefetcher.Prefetcher = daemon._source._prefetcher
     return found
 
 
@@ -89,12 +87,6 @@ def record_bytes(chain: Sequence[bytes]) -> int:
 
 def prefetched_bytes(daemon: Daemon) -> dict[str, int]:
     return {hop: size for hop, size in daemon.metrics.prefetch_bytes.items() if size}
-
-
-def assert_right(client: Client, answer: Fetched) -> None:
-    assert (answer.chunks, answer.outcome) == (6, pb.OUTCOME_COMPLETE), answer
-    assert client.chunks(6) == kvs(SHAPE, 6)
-    client.segment.memory[:] = 0xA5
 
 
 @pytest.mark.parametrize("devices", [True, False])
@@ -260,7 +252,7 @@ class Reports:
 
     @property
     def waiting(self) -> list[Any]:
-        return [request.name[-1] for request in self._queues.waiting()]  # type: ignore[index]
+        return [request.name[-1] for request in self._queues.waiting()]
 
 
 def test_late_messages_are_ignored_and_missing_ones_requested() -> None:
@@ -345,7 +337,7 @@ async def test_records_of_a_failed_device_are_read_from_storage(storage: Server,
             else:
                 read(item, start, end, done)
 
-        tiers.pool.read = fail  # type: ignore[method-assign]
+        tiers.pool.read = fail
         own._policy.requests = 4
         await Queue(client).say({1: CHAINS[0]})
         await until(lambda: len(failed) == 3)

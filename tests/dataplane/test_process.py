@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from dataplane_support import (
     refused,
     running,
 )
-from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, cores_of_threads, free_port, ignores, until
+from machine import NEVER_MS, NEVER_S, WAIT_MAX_S, cores_of_threads, free_port, http_get, ignores, until
 
 from dpu_dataplane.server import Daemon
 from shadowserve.errors import ConfigurationError
@@ -49,12 +48,6 @@ async def served(server: Server, folder: Path, chunks: int = 4, **changes: Any) 
             yield daemon, client
     finally:
         daemon.close()
-
-
-def metrics(port: int) -> str:
-    """Return the metrics page."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as page:
-        return str(page.read().decode())
 
 
 @pytest.mark.usefixtures("background")
@@ -86,7 +79,7 @@ async def test_sigterm_while_fetching_answers_and_exits(mortal_storage: Server, 
             for begin in (0, length)
         ]
         await until(mortal_storage.asked)  # the request of one call
-        await until(lambda: "\nshadowserve_fetch_queue_jobs 1.0\n" in metrics(port))  # the other call
+        await until(lambda: "\nshadowserve_fetch_queue_jobs 1.0\n" in http_get(port, "/metrics")[1])  # the other call
         assert await asyncio.to_thread(daemon.stop) == 0
         for fetch in fetches:
             assert (await fetch).outcome == pb.OUTCOME_CANCELLED

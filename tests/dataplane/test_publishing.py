@@ -1,52 +1,33 @@
 """Published keys: what other engines and data planes see, shares of hosts, withdrawals, and tiers without storage."""
 
 import asyncio
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from dataplane_support import (
     FAILED,
     Client,
-    DaemonProcess,
     Server,
     client_of,
     keys_of,
-    kv,
     layout,
     repeat,
     running,
     serving,
     until_ends_with,
 )
-from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, wait_for
+from machine import WAIT_MAX_MS
 
 from dpu_dataplane.publishing import PENDING_KEYS_MAX, Publications
-from host_control.client import DataPlaneClient
-from host_control.disaggregation import Disaggregation
-from host_control.lookup import LookupAnswer, PrefixLookup
-from host_control.registered_memory import RegisteredMemory
-from host_control.store import StoreQueue
 from shadowserve.errors import StorageRefusedError
-from shadowserve.keys import prefix_chain, record_keys
-from shadowserve.pieces import leading, unpack
+from shadowserve.pieces import unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 4)
 LASTS_MS = 60_000
 TIERS = {"memory_budget_bytes": "16MiB"}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    """A storage node of this test alone: it counts the pending keys of its clients."""
-    made = Server("storage_kv", tmp_path).start()
-    yield made
-    made.kill()
 
 
 def numbered(count: int, first: int = 0) -> list[bytes]:
@@ -66,8 +47,8 @@ async def publish_many(client: Client, keys: list[bytes]) -> None:
 
 async def look(client: Client, *chains: list[bytes], published: bool = True) -> tuple[Any, Any]:
     """Return the stored and the published chunks of each chain; None for the latter without publications."""
-    asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains]
-    answer = await client.stub.Lookup(pb.LookupRequest(chains=asked, timeout_ms=WAIT_MAX_MS, published=published))
+    client.shape = SHAPE
+    answer = await client.look(*chains, published=published)
     assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
     stored, pending = (
         [unpack(data, len(keys)).tolist() for data, keys in zip(field, chains, strict=True)] if field else None
@@ -81,12 +62,12 @@ async def pending(client: Client, keys: list[bytes] = KEYS) -> list[bool] | None
     return None if published is None else published[0]
 
 
-async def test_another_data_plane_sees_published_keys_and_then_stored_ones(server: Server) -> None:
-    async with running(server) as (_, decode):
-        async with running(server) as (_, prefill):
+async def test_another_data_plane_sees_published_keys_and_then_stored_ones(mortal_storage: Server) -> None:
+    async with running(mortal_storage) as (_, decode):
+        async with running(mortal_storage) as (_, prefill):
             assert await look(decode, KEYS, KEYS[:1]) == ([[False] * 4, [False]], [[False] * 4, [False]])
             assert (await publish(prefill, KEYS[:3])).outcome == pb.OUTCOME_COMPLETE
-            server.fill(SHAPE, KEYS[:1])
+            mortal_storage.fill(SHAPE, KEYS[:1])
             present = [[True, False, False, False], [True]]
             assert await look(decode, KEYS, KEYS[:1]) == (present, [[False, True, True, False], [False]])
             assert await look(decode, KEYS, published=False) == (present[:1], None)
@@ -95,12 +76,12 @@ async def test_another_data_plane_sees_published_keys_and_then_stored_ones(serve
         await repeat(lambda: pending(decode), lambda found: found == [False] * 4)  # gone with their data plane
 
 
-async def test_publications_are_read_again_after_a_restart_of_storage(server: Server) -> None:
-    async with running(server) as (_, client):
+async def test_publications_are_read_again_after_a_restart_of_storage(mortal_storage: Server) -> None:
+    async with running(mortal_storage) as (_, client):
         assert (await publish(client, KEYS)).outcome == pb.OUTCOME_COMPLETE
-        server.kill()
+        mortal_storage.kill()
         await until_ends_with(pb.OUTCOME_STORAGE_UNAVAILABLE, lambda: publish(client, KEYS[:1]))
-        server.start()
+        mortal_storage.start()
         await until_ends_with(pb.OUTCOME_COMPLETE, lambda: publish(client, KEYS[:1]))
         assert await look(client, KEYS) == ([[False] * 4], [[True, False, False, False]])
 
@@ -114,8 +95,11 @@ async def test_redis_takes_no_publications_and_serves_all_other_calls(redis: Ser
             assert await look(client, KEYS) == ([[True, False, False, False]], None)
 
 
-async def test_a_host_has_its_share_of_publications(server: Server) -> None:
-    async with running(server, hosts_max=2) as (daemon, ours), client_of(daemon, host="another machine") as theirs:
+async def test_a_host_has_its_share_of_publications(mortal_storage: Server) -> None:
+    async with (
+        running(mortal_storage, hosts_max=2) as (daemon, ours),
+        client_of(daemon, host="another machine") as theirs,
+    ):
         share = PENDING_KEYS_MAX // 2
         many = numbered(share)
         await publish_many(ours, many)
@@ -129,8 +113,11 @@ async def test_a_host_has_its_share_of_publications(server: Server) -> None:
         assert (await publish(ours, numbered(8, share))).outcome == pb.OUTCOME_COMPLETE, "withdrawn keys are free"
 
 
-async def test_a_host_does_not_withdraw_keys_published_by_another_host(server: Server) -> None:
-    async with running(server, hosts_max=2) as (daemon, ours), client_of(daemon, host="another machine") as theirs:
+async def test_a_host_does_not_withdraw_keys_published_by_another_host(mortal_storage: Server) -> None:
+    async with (
+        running(mortal_storage, hosts_max=2) as (daemon, ours),
+        client_of(daemon, host="another machine") as theirs,
+    ):
         await publish(ours, KEYS)
         await publish(theirs, KEYS[:2])
         await publish(theirs, KEYS, 0)
@@ -168,10 +155,13 @@ async def test_publications_of_a_removed_host_are_withdrawn() -> None:
         await repeat(lambda: pending(ours), lambda found: hosts() == 1 and found == [False] * 4, FAILED)
 
 
-async def test_plain_records_are_pending_on_their_own_data_plane_only(server: Server, tmp_path: Path) -> None:
+async def test_plain_records_are_pending_on_their_own_data_plane_only(mortal_storage: Server, tmp_path: Path) -> None:
     """Symptom: a decode engine at another data plane waited for page records, which never leave their tiers."""
     tiers = TIERS | {"devices": [{"path": str(tmp_path / "device"), "size": "64MiB"}]}
-    async with running(server, tiers=tiers) as (_, prefill), running(server, tiers=TIERS) as (_, decode):
+    async with (
+        running(mortal_storage, tiers=tiers) as (_, prefill),
+        running(mortal_storage, tiers=TIERS) as (_, decode),
+    ):
         await prefill.register(SHAPE, 4)
         plain = await publish(prefill, KEYS[:2], plain=True)
         assert (plain.outcome, plain.reach) == (pb.OUTCOME_COMPLETE, pb.REACH_DATA_PLANE)
@@ -196,58 +186,3 @@ def test_expired_publications_take_no_share() -> None:
     assert len(table) == 1
     table.stored(numbered(1, table.share)[0])
     assert len(table) == 0
-
-
-# ---- A prefill and a decode engine of one data plane with tiers and no storage --------------------------------------
-
-CHUNK = 16
-TOKENS = list(range(4 * CHUNK))
-MODEL = b"m" * 32
-LINKS = prefix_chain(MODEL, TOKENS, chunk_tokens=CHUNK)
-RECORDS = record_keys(SHAPE.namespace, LINKS)
-
-
-def lookup_of(client: DataPlaneClient) -> PrefixLookup:
-    def rule(present: Any, tokens: int, tail_tokens: int = 0) -> int:
-        return leading(present[0]) * CHUNK
-
-    assert client.wait_ready(WAIT_MAX_S)
-    return PrefixLookup(MODEL, [[(client, SHAPE.namespace)]], rule, chunk_tokens=CHUNK, timeout=WAIT_MAX_S)
-
-
-@pytest.mark.parametrize("stores", [True, False])
-def test_a_decode_engine_waits_for_keys_published_by_a_prefill_engine_of_the_same_tiers(
-    tmp_path: Path, stores: bool
-) -> None:
-    daemon = DaemonProcess("", tmp_path, tiers=json.dumps(TIERS))
-    clients = [DataPlaneClient(daemon.address, connect_timeout_s=WAIT_MAX_S) for _ in range(2)]
-    prefill, decode = map(lookup_of, clients)
-    queue = StoreQueue(
-        clients[0], RegisteredMemory(clients[0], [SHAPE], 8 * SHAPE.raw_bytes, WAIT_MAX_S), timeout=NEVER_S
-    )
-    try:
-        assert queue.wait_tried(WAIT_MAX_S), queue.details
-        prefill.submit("r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))
-        assert wait_for(lambda: prefill.poll("r")) == LookupAnswer(0, "complete")
-        wait_for(lambda: np.all(clients[1].find([(SHAPE.namespace, RECORDS)], WAIT_MAX_S)()[0].pending))
-        decode.submit("r", TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
-        wait_for(lambda: decode.poll("r") or decode._publications._waits)
-        assert decode.poll("r") is None, "it waits"
-        if stores:
-
-            def gather(index: int, chunk: Any) -> None:
-                chunk[:] = kv(SHAPE, index)
-
-            assert queue.offer(RECORDS, gather, published=True) == len(RECORDS)
-            prefill.computed("r", LINKS)
-            answer = wait_for(lambda: decode.poll("r"))
-            assert (answer.tokens, answer.reason) == (len(TOKENS), "complete")
-        else:
-            prefill.forget("r")
-            answer = wait_for(lambda: decode.poll("r"))
-            assert (answer.tokens, answer.reason) == (0, "published_gone")
-    finally:
-        queue.close(WAIT_MAX_S)
-        for part in (prefill, decode, *clients):
-            part.close()
-        assert daemon.stop() == 0

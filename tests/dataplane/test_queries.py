@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from dataplane_support import Server, client_of, config, layout, make_record
-from machine import WAIT_MAX_S
+from machine import WAIT_MAX_S, http_get
 
 from dpu_dataplane.server import Daemon
 from shadowserve.keys import Extra, prefix_chain, record_keys, request_inputs
@@ -165,15 +165,7 @@ async def test_slow_senders_of_bodies_leave_metrics_and_probes_alone(storage: Se
             each.sendall(head + b"Content-Length: 9999\r\n\r\n{")
         busy = asyncio.to_thread(post, port, "/query", {"model": "m", "token_ids": []})
 
-        def get(path: str) -> int:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_MAX_S)
-            connection.request("GET", path)
-            try:
-                return connection.getresponse().status
-            finally:
-                connection.close()
-
-        assert [await asyncio.to_thread(get, path) for path in ("/metrics", "/healthz")] == [200, 200]
+        assert [(await asyncio.to_thread(http_get, port, path))[0] for path in ("/metrics", "/healthz")] == [200] * 2
         assert (await busy)[0] == 503
         for each in slow:
             each.close()

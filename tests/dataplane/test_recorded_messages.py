@@ -83,7 +83,7 @@ class Reader:
     def __init__(self, description: bytes) -> None:
         file = descriptor_pb2.FileDescriptorProto.FromString(description)
         pool = descriptor_pool.DescriptorPool()
-        pool.Add(file)  # type: ignore[no-untyped-call]
+        pool.Add(file)
         self._types = {
             method.name: message_factory.GetMessageClass(pool.FindMessageTypeByName(method.output_type[1:]))
             for method in file.service[0].method

@@ -4,17 +4,14 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
-from dataplane_support import EXHAUSTED, INVALID, Client, Segment, Server, config, keys_of, layout, refused, running
-from machine import NEVER_S, WAIT_MAX_S
+from dataplane_support import EXHAUSTED, INVALID, Client, Server, config, keys_of, layout, refused, running
+from machine import WAIT_MAX_S
 
 from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
-from host_control.manager import FetchJob, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
-from host_control.store import StoreQueue
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
@@ -34,49 +31,6 @@ def worker(address: str) -> Iterator[tuple[RegisteredMemory, RegisteredMemory]]:
             contextlib.closing(RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S)) as stored,
         ):
             yield fetched, stored
-
-
-def chunk_bytes(group: int, chunk: int) -> bytes:
-    return bytes([1 + 16 * group + chunk]) * GROUPS[group].raw_bytes
-
-
-def store_and_fetch(address: str) -> None:
-    """Store chunks of every group and fetch them, as an engine does."""
-    keys = [keys_of(shape, CHUNKS, group) for group, shape in enumerate(GROUPS)]
-    fetched: dict[tuple[int, int], bytes] = {}
-
-    def scatter(job: FetchJob, part: int, first: int, chunks: Any) -> None:
-        size = GROUPS[part].raw_bytes
-        for index in range(len(chunks) // size):
-            fetched[part, first + index] = bytes(chunks[index * size : (index + 1) * size])
-
-    with contextlib.closing(DataPlaneClient(address, connect_timeout_s=WAIT_MAX_S)) as plane:
-        queue = StoreQueue(plane, RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S), timeout=WAIT_MAX_S)
-        assert queue.wait_tried(WAIT_MAX_S), queue.details
-        for group in range(len(GROUPS)):
-
-            def gather(index: int, chunk: Any, group: int = group) -> None:
-                chunk[:] = chunk_bytes(group, index)
-
-            assert queue.offer(keys[group], gather, part=group) == CHUNKS
-        assert queue.flush(WAIT_MAX_S)
-        counts = queue.take_counts()
-        assert counts["stored"] == len(GROUPS) * CHUNKS, (counts, queue.details)
-
-        memory = RegisteredMemory(plane, GROUPS, SIZE, WAIT_MAX_S, progress=True)
-        manager = KVCacheManager(plane, memory, scatter, fetch_timeout_s=NEVER_S)
-        manager.exchange([FetchJob(request_id="r", keys=tuple(map(tuple, keys)))])
-        manager.wait(["r"])
-        (result,) = manager.exchange()
-        assert (result.reason, result.chunks) == ("complete", (CHUNKS,) * len(GROUPS)), result.detail
-        manager.close(WAIT_MAX_S)
-        queue.close(WAIT_MAX_S)
-    assert fetched == {(g, c): chunk_bytes(g, c) for g in range(len(GROUPS)) for c in range(CHUNKS)}
-
-
-async def test_an_engine_of_six_groups_stores_and_fetches_where_eight_hosts_share_a_data_plane(storage: Server) -> None:
-    async with Daemon(config(storage, hosts_max=8, registrations_max=64)) as daemon:
-        await asyncio.to_thread(store_and_fetch, daemon.address)
 
 
 @pytest.mark.parametrize("hosts_max", [1, 8])
@@ -127,8 +81,7 @@ async def test_memory_of_ended_processes_is_removed_when_room_is_needed(storage:
 
 async def test_a_call_uses_the_layout_that_it_names(client: Client) -> None:
     small, large = GROUPS[0], GROUPS[2]
-    client.shape, client.segment = small, Segment(4 * large.raw_bytes)
-    client.segments.append(client.segment)
+    client.own(small, 4 * large.raw_bytes)
     request = client.register_request(layouts=[layout_message(shape) for shape in (small, large)])
     answer = await client.stub.RegisterMemory(request)
     assert list(answer.chunk_bytes) == [small.raw_bytes, large.raw_bytes]
@@ -143,8 +96,7 @@ async def test_a_call_uses_the_layout_that_it_names(client: Client) -> None:
 async def test_a_segment_truncated_during_registration_is_an_invalid_argument(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client.shape, client.segment = GROUPS[0], Segment(2 * GROUPS[0].raw_bytes)
-    client.segments.append(client.segment)
+    client.own(GROUPS[0], 2 * GROUPS[0].raw_bytes)
     allocate = os.posix_fallocate
 
     def shrinking(file: int, begin: int, size: int) -> None:

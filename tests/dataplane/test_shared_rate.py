@@ -1,19 +1,12 @@
 """One rate for all movers beside decoding engines: order and times of grants, with a simulated clock."""
 
 import pytest
+from machine import Clock
 
 from dpu_dataplane.shared_rate import ENGINES_MAX, Mover, SharedRate, Turn
 
 RATE = 100 << 20
 MIB = 1 << 20
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Movers:

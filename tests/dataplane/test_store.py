@@ -6,7 +6,19 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from dataplane_support import BACKEND, Server, config, keys_of, kv, kvs, layout, make_record, running, serving
+from dataplane_support import (
+    BACKEND,
+    Server,
+    StartServer,
+    config,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    make_record,
+    running,
+    serving,
+)
 from machine import until
 
 from dpu_dataplane.batches import encoded_bound
@@ -18,10 +30,10 @@ from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
 
-def get(redis: Server, key: bytes) -> bytes:
+def get(server: Server, key: bytes) -> bytes:
     from redis import Redis
 
-    with Redis(port=redis.port) as connection:
+    with Redis(port=server.port) as connection:
         return bytes(connection.get(storage_key(key)))
 
 
@@ -41,8 +53,7 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
             keys = keys_of(shape, 3, seed)
             await client.register(shape, 3)
             client.fill(3)
-            answer = await client.store(keys)
-            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 3), answer.detail
+            answer = await client.stores(keys)
             records = [get(storage, key) for key in keys]
             for index, (key, data) in enumerate(zip(keys, records, strict=True)):
                 assert data == record.encode(key, expected, shape, kv(shape, index))
@@ -66,8 +77,7 @@ async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     storage.put(keys[1], make_record(shape, keys[1], 1))
     async with serving(shape, 4, storage) as (daemon, client):
         client.fill(4)
-        answer = await client.store(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 4)
+        await client.stores(keys)
         assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.store(keys)).chunks == 4
         assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
@@ -88,21 +98,18 @@ async def test_a_value_that_binning_cannot_hold_costs_its_chunk(storage: Server,
         assert answer.stored_bytes == len(get(storage, keys[0])) + len(get(storage, keys[2]))
 
 
-async def test_a_full_server_refuses_with_its_text(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    server = Server("redis", tmp_path, options=("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction")).start()
-    try:
-        shape = layout(vector_length=2048)
-        keys = keys_of(shape, 6)
-        async with serving(shape, 6, server) as (_, client):
-            client.fill(6)
-            answer = await client.store(keys)
-            assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
-            assert "OOM" in answer.detail
-            assert answer.chunks < 6
-            # The connection can still be used.
-            assert (await client.fetch(keys)).chunks == answer.chunks
-    finally:
-        server.kill()
+async def test_a_full_server_refuses_with_its_text(start_server: StartServer) -> None:
+    server = start_server("--maxmemory", "1500kb", "--maxmemory-policy", "noeviction", kind="redis")
+    shape = layout(vector_length=2048)
+    keys = keys_of(shape, 6)
+    async with serving(shape, 6, server) as (_, client):
+        client.fill(6)
+        answer = await client.store(keys)
+        assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED
+        assert "OOM" in answer.detail
+        assert answer.chunks < 6
+        # The connection can still be used.
+        assert (await client.fetch(keys)).chunks == answer.chunks
 
 
 async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server) -> None:
@@ -153,8 +160,5 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
             return await put(job, key, record)
 
         with patch.object(daemon._pipeline, "encode", count), patch.object(daemon._source, "put", slowly):
-            answer = await client.store(keys)
-        assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, 10)
-        client.segment.memory[:] = 0
-        assert (await client.fetch(keys)).chunks == 10
-        assert client.chunks(10) == kvs(shape, 10)
+            await client.stores(keys)
+        assert await client.fetched(keys) == kvs(shape, 10)

@@ -51,7 +51,7 @@ def tiers_of(folder: Path | None = None, size: str = "64MiB", memory: str = "32M
 
 
 def tiers_in(daemon: Daemon) -> Tiers:
-    found: Tiers = daemon._source._tiers  # type: ignore[attr-defined]
+    found: Tiers = daemon._source._tiers
     return found
 
 
@@ -67,7 +67,7 @@ async def cool(daemon: Daemon) -> None:
 def stalled(tiers: Tiers) -> asyncio.Event:
     """Stop the pool's thread until the returned event is set."""
     poll, free = tiers.pool.poll, asyncio.Event()
-    tiers.pool.poll = lambda: free.is_set() and poll()  # type: ignore[method-assign]
+    tiers.pool.poll = lambda: free.is_set() and poll()
     return free
 
 
@@ -219,9 +219,7 @@ def rot(daemon: Daemon, folder: Path, index: int) -> None:
     before = RECORDS[index].index(key)  # a part that the pool's metadata contains, too
     with tiers.lock:
         item = tiers.pool.peek(address_of(key))
-    assert item is not None
     begin = re.search(re.escape(RECORDS[index][:4]) + b".{%d}" % (before - 4) + re.escape(key), file.read_bytes(), re.S)
-    assert begin is not None
     with open(file, "r+b") as opened:
         opened.seek(begin.start() + item.length - 64)
         opened.write(bytes(64))
@@ -255,7 +253,7 @@ async def test_corrupt_tier_memory_is_a_miss_or_read_from_storage(storage: Serve
         for index in (0, 3):
             with tiers.lock:
                 item = tiers.pool.peek(address_of(KEYS[index]))
-            assert item is not None and isinstance(item.value, memoryview)
+            assert isinstance(item.value, memoryview)
             item.value[-9] ^= 4
         answer = await client.fetch(KEYS)
         if alone:
@@ -343,13 +341,13 @@ async def test_in_layer_order_the_first_layers_arrive_before_the_rest_is_read(tm
             else:
                 pool_read(item, start, end, done, in_parts=True)
 
-        tiers.pool.read = read  # type: ignore[method-assign]
+        tiers.pool.read = read
         request = client.fetch_request(keys, length=size, progress=size, order=pb.ORDER_LAYERS)
         fetching = asyncio.ensure_future(client.stub.Fetch(request))
         await until(lambda: client.segment.memory[size] >= 1)
         assert not fetching.done() and later, "other parts are still to be read"
         with tiers.lock:
-            tiers.pool.read = pool_read  # type: ignore[method-assign]
+            tiers.pool.read = pool_read
             for given in later:
                 pool_read(*given, in_parts=True)
         assert (await fetching).outcome == pb.OUTCOME_COMPLETE

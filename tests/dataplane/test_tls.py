@@ -1,6 +1,5 @@
 """TLS of the daemon: certificate errors at the start, renewed files, and hosts with certificates."""
 
-import asyncio
 import contextlib
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -15,8 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     load_pem_private_key,
 )
-from dataplane_support import EXHAUSTED, FAILED, Client, Server, config, hello_request, keys_of, kv, layout, refused
-from machine import WAIT_MAX_S
+from dataplane_support import EXHAUSTED, FAILED, Client, Server, config, keys_of, kv, layout, refused
+from dataplane_support import client_of as plain_client_of
 
 from dpu_dataplane.server import Daemon
 from shadowserve.errors import ConfigurationError
@@ -149,7 +148,6 @@ async def test_unusable_certificate_files_are_named_at_the_start(
 
 async def test_a_host_without_tls_is_refused(storage: Server, certificates: Path) -> None:
     async with serving(storage, certificates) as daemon:
-        client = Client(daemon.address)
         with pytest.raises(grpc.aio.AioRpcError):
-            await asyncio.wait_for(client.plain.Hello(hello_request(), timeout=WAIT_MAX_S), 2 * WAIT_MAX_S)
-        await client.close()
+            async with plain_client_of(daemon):
+                pass

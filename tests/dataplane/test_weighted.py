@@ -10,7 +10,6 @@ from dataplane_support import (
     INVALID,
     WAYS,
     Client,
-    Segment,
     Server,
     keys_of,
     kvs,
@@ -59,8 +58,7 @@ def weighted(of: Steps, **changes: Any) -> dict[str, Any]:
 
 
 async def register(client: Client, steps: Steps) -> None:
-    client.shape, client.segment = SHAPE, Segment(CHUNKS * SHAPE.raw_bytes)
-    client.segments.append(client.segment)
+    client.own(SHAPE, CHUNKS * SHAPE.raw_bytes)
     client.memory_id = (await client.stub.RegisterMemory(client.register_request(**weighted(steps)))).memory_id
 
 
@@ -164,7 +162,7 @@ async def test_steps_count_as_registered_memory(storage: Server, steps: Steps) -
     async with running(storage, registered_bytes_max=size + 100, hosts_max=1) as (_, client):
         with pytest.raises(Exception, match="registered_bytes_max") as caught:
             await register(client, steps)
-        assert caught.value.code() is EXHAUSTED  # type: ignore[attr-defined]
+        assert caught.value.code() is EXHAUSTED
 
 
 async def test_a_record_with_a_damaged_number_of_exact_tokens_writes_nothing_behind_its_chunk(

@@ -1,18 +1,16 @@
 """The dashboards for Grafana: a program exports each metric, and a panel shows one kind of value."""
 
-import ast
 import json
 import re
-import shutil
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from machine import NEVER_S, PATIENT, WAIT_MAX_S, free_port
+from exposition import counters_of_the_plugin, families, needs_promtool
+from machine import NEVER_S, PATIENT, free_port, http_get
 
 from shadowserve_tools.processes import start_data_plane, start_storage
 
@@ -21,9 +19,6 @@ FOLDER = REPOSITORY / "configs" / "grafana"
 DASHBOARDS = sorted(path.stem.removeprefix("shadowserve-") for path in FOLDER.glob("*.json"))
 METRIC = re.compile(r"(?<![\w:])(?:vllm:)?shadowserve_[a-z0-9_]+")
 RATES = {"Bps", "ops", "reqps", "cps"}
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)"
-)
 
 
 def load(name: str) -> dict[str, Any]:
@@ -39,26 +34,8 @@ def expressions(panel: dict[str, Any]) -> list[str]:
     return [target["expr"] for target in panel["targets"]]
 
 
-def families(text: str) -> set[str]:
-    """Return the names of all series of a scrape, including families without a sample."""
-    names: set[str] = set()
-    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
-        names |= {f"{name}_{end}" for end in ("bucket", "count", "sum")} if kind == "histogram" else {name}
-    return names
-
-
 def scraped(port: int) -> set[str]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_MAX_S) as page:
-        return families(page.read().decode())
-
-
-def counters_of_the_plugin() -> list[str]:
-    """Read the names from the source, since an import needs vLLM."""
-    module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
-    tables = [each for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)]
-    names = [name for table in tables if table.value for name in ast.literal_eval(table.value)]
-    assert len(tables) == 2 and len(names) > 10
-    return names
+    return families(http_get(port, "/metrics")[1])
 
 
 def sglang_metrics() -> set[str]:

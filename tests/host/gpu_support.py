@@ -36,7 +36,7 @@ def build_driver(folder: Path) -> Path:
 def tensor(buffer: DeviceBuffer) -> Any:
     """Return a CPU tensor over the fake GPU's memory that keeps it allocated, like a CUDA tensor."""
     memory = (ctypes.c_uint8 * buffer.size).from_address(buffer.address)
-    memory.buffer = buffer  # type: ignore[attr-defined]
+    memory.buffer = buffer
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -45,7 +45,7 @@ def schedulers(folder: Path, *, patched: bool = True) -> tuple[Any, Any]:
 
 def _load(name: str, path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None and found.loader is not None
+    assert found.loader is not None
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

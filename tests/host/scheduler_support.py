@@ -38,28 +38,25 @@ def groups_of(*specs: Any, drafts: bool = False, chunk_tokens: int = CHUNK) -> A
     )
 
 
-def full(**options: Any) -> Any:
+def attention(kind: str, **options: Any) -> Any:
+    """Return vLLM's specification of the cache of an attention layer."""
     import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1 import kv_cache_interface
 
     given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
-    return FullAttentionSpec(**{**given, **options})
+    return getattr(kv_cache_interface, kind)(**{**given, **options})
+
+
+def full(**options: Any) -> Any:
+    return attention("FullAttentionSpec", **options)
 
 
 def window(tokens: int, **options: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import SlidingWindowSpec
-
-    given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
-    return SlidingWindowSpec(**{**given, "sliding_window": tokens, **options})
+    return attention("SlidingWindowSpec", sliding_window=tokens, **options)
 
 
 def local(tokens: int, **options: Any) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
-
-    given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
-    return ChunkedLocalAttentionSpec(**{**given, "attention_chunk_size": tokens, **options})
+    return attention("ChunkedLocalAttentionSpec", attention_chunk_size=tokens, **options)
 
 
 def state(**options: Any) -> Any:
@@ -249,16 +246,6 @@ class Pool:
         return self.num_gpu_blocks - 1 - self.used
 
 
-class Clock:
-    """A clock that only tests move."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Scene:
     """The scheduler half of an engine, and one request that it serves step by step.
 
@@ -293,7 +280,7 @@ class Scene:
         self.ask()
         wait_for(lambda: self.side._lookup.poll(self.name))
 
-    def load(self, tables: Sequence[list[int]] = (range(100, 300),) * _GROUPS_MAX, local: int = 0) -> Any:  # type: ignore[assignment]
+    def load(self, tables: Sequence[list[int]] = (range(100, 300),) * _GROUPS_MAX, local: int = 0) -> Any:
         """Load what is offered; return the operation for the workers."""
         self.side.allocated(self.request, [list(table) for table in tables], self.matched(local))
         (operation,) = self.side.step(step()).loads

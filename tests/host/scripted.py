@@ -134,7 +134,7 @@ class Spoilt(dict[bytes, bytes]):
         super().__init__()
         self._plane = plane
 
-    def setdefault(self, key: bytes, value: bytes) -> bytes:  # type: ignore[override]
+    def setdefault(self, key: bytes, value: bytes) -> bytes:
         return super().setdefault(key, value if not self._plane.stores[-1].lasts_ms else value[::-1])
 
 
@@ -268,9 +268,9 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         self._enter("Publish", context)
         for key in request.keys if self.published is not None else ():
             if request.lasts_ms:
-                self.published[key] = request.lasts_ms  # type: ignore[index]
+                self.published[key] = request.lasts_ms
             else:
-                self.published.pop(key, None)  # type: ignore[union-attr]
+                self.published.pop(key, None)
         here = pb.REACH_DATA_PLANE if request.plain else pb.REACH_ALL
         reach = pb.REACH_NONE if self.published is None else here
         return pb.PublishResponse(outcome=pb.OUTCOME_COMPLETE, reach=reach)

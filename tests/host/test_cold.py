@@ -146,7 +146,6 @@ def test_cold_chunks_of_a_window_count_only_where_a_load_needs_them(make: MakeLo
 
 
 def test_a_load_waits_for_pending_and_cold_chunks_together(make: MakeLookup, plane: ScriptedDataPlane) -> None:
-    assert plane.published is not None
     del plane.records[KEYS[5]]
     plane.published[KEYS[5]] = 60_000
     lookup = make()

@@ -262,7 +262,7 @@ def test_a_lookup_goes_to_each_rank_s_data_plane_and_the_fewest_hits_count(
 ) -> None:
     second = ScriptedDataPlane()
     for each, hits in ((plane, 3), (second, 2)):
-        each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)  # type: ignore[misc]
+        each.script.lookup_hits = lambda found, hits=hits: [hits] * len(found)
 
     def lookup_of(*clients: DataPlaneClient) -> tuple[int, str]:
         held = list(zip(clients, [b"a" * 32, b"b" * 32], strict=True))

@@ -252,9 +252,7 @@ def test_of_a_long_prompt_over_a_slow_link_a_suffix_is_computed_while_the_front_
     loading, computing = engine.fetch_seconds(decision.load_bytes), compute_seconds(tokens - 8192, tokens)
     assert decision.seconds == pytest.approx(loading + computing / 32, rel=0.05)
     longer = engine.policy._option(engine.hit(tokens), "layers", tokens - 2 * 8192, engine.now)
-    assert longer is not None and longer.seconds > longer.load_seconds + computing, (
-        "its second step begins after the load"
-    )
+    assert longer.seconds > longer.load_seconds + computing, "its second step begins after the load"
 
 
 @pytest.mark.parametrize("mbit", [50, 250, 1000, 4000, 64000])

@@ -47,7 +47,7 @@ class Layered:
         wanted = [slice(before, shape.layers)] * len(first)
         options |= {"scatter_layers": self._scatter, "layers": wanted}
         self.kit = make_kit(*[shape] * len(first), progress=not streamed, **options)
-        self.registration, self.manager = self.kit.registration, self.kit.manager
+        self.plane, self.registration, self.manager = self.kit.plane, self.kit.registration, self.kit.manager
         self.call = "FetchLayers" if streamed else "Fetch"
 
     def _scatter(self, job: FetchJob, shard: int, chunks: Any, window: LayerWindow, layers: tuple[int, int]) -> None:
@@ -179,13 +179,11 @@ def test_layers_that_cannot_be_are_no_more_than_there_are(
     assert streamed.layers[0][0] == 0 and streamed.layers[-1][1] == 2
 
 
-def test_a_daemon_that_does_not_know_the_memory_is_registered_with_again(
-    streamed: Layered, plane: ScriptedDataPlane
-) -> None:
+def test_a_daemon_that_does_not_know_the_memory_is_registered_with_again(streamed: Layered) -> None:
     assert streamed.ended(streamed.begin("a")).complete
-    plane.forget_registrations()
+    streamed.plane.forget_registrations()
     assert streamed.ended(streamed.begin("b")).complete
-    assert plane.calls.count("RegisterMemory") == 2 and plane.calls.count("FetchLayers") == 3
+    assert streamed.plane.calls.count("RegisterMemory") == 2 and streamed.plane.calls.count("FetchLayers") == 3
 
 
 def test_a_refused_stream_is_quiet(streamed: Layered, plane: ScriptedDataPlane) -> None:
@@ -200,12 +198,10 @@ LONG = 8  # chunks of which half the memory does not hold one layer
 
 
 @pytest.mark.parametrize(("chunks", "windows"), [(CHUNKS, 3), (LONG, 12)], ids=["two layers", "part of a layer"])
-def test_a_prompt_of_any_length_goes_through_the_ring(
-    ring: Layered, plane: ScriptedDataPlane, chunks: int, windows: int
-) -> None:
+def test_a_prompt_of_any_length_goes_through_the_ring(ring: Layered, chunks: int, windows: int) -> None:
     result = ring.ended(ring.begin("a", chunks))
     assert (result.reason, result.chunks) == ("complete", (chunks,)) and len(ring.bytes) == 6 * chunks
-    assert plane.calls.count(ring.call) == windows
+    assert ring.plane.calls.count(ring.call) == windows
     assert [first for first, _ in ring.layers] == sorted(first for first, _ in ring.layers), "in the engine's order"
 
 
@@ -222,10 +218,8 @@ def test_nothing_is_requested_that_has_no_place(ring: Layered, plane: ScriptedDa
 
 @pytest.mark.parametrize("chunks", [CHUNKS, LONG])
 @pytest.mark.parametrize("layer", [0, 2, 5])
-def test_chunks_before_a_damaged_one_are_complete_in_each_lap(
-    ring: Layered, plane: ScriptedDataPlane, layer: int, chunks: int
-) -> None:
-    plane.script.fail_layer, plane.script.fail_fetch_at = layer, 1
+def test_chunks_before_a_damaged_one_are_complete_in_each_lap(ring: Layered, layer: int, chunks: int) -> None:
+    ring.plane.script.fail_layer, ring.plane.script.fail_fetch_at = layer, 1
     result = ring.ended(ring.begin("a", chunks))
     assert (result.reason, result.chunks) == ("corrupt", (1,))
 
@@ -237,12 +231,10 @@ def test_a_cancelled_load_ends_in_each_lap(ring: Layered, plane: ScriptedDataPla
 
 
 @pytest.mark.parametrize("layers", [1, 5])
-def test_buffers_that_hold_less_than_a_window_cost_calls_only(
-    ring: Layered, plane: ScriptedDataPlane, layers: int
-) -> None:
-    plane.script.batch_layers = layers
+def test_buffers_that_hold_less_than_a_window_cost_calls_only(ring: Layered, layers: int) -> None:
+    ring.plane.script.batch_layers = layers
     assert ring.ended(ring.begin("a")).complete
-    assert plane.calls.count(ring.call) == (6 if layers == 1 else 3)
+    assert ring.plane.calls.count(ring.call) == (6 if layers == 1 else 3)
 
 
 def test_what_is_left_of_two_windows_comes_in_the_order_of_computing(
@@ -256,26 +248,22 @@ def test_what_is_left_of_two_windows_comes_in_the_order_of_computing(
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_a_data_plane_that_restarts_costs_the_windows_in_flight(
-    ring: Layered, plane: ScriptedDataPlane, layer: int
-) -> None:
+def test_a_data_plane_that_restarts_costs_the_windows_in_flight(ring: Layered, layer: int) -> None:
     """The layers that were scattered before stay in place."""
     restarts = [layer]
 
     def before(now: int) -> None:
         if now in restarts:
             restarts.clear()
-            plane.forget_registrations()
+            ring.plane.forget_registrations()
 
-    plane.script.before_layer = before
+    ring.plane.script.before_layer = before
     result = ring.ended(ring.begin("a", LONG))
     assert result.complete and ring.registration.retired == 1
 
 
-def test_a_data_plane_that_never_has_the_memory_ends_the_load(
-    ring: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plane, "_memory", lambda part: None)
+def test_a_data_plane_that_never_has_the_memory_ends_the_load(ring: Layered, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring.plane, "_memory", lambda part: None)
     result = ring.ended(ring.begin("a"))
     assert (result.reason, result.chunks) == ("unknown_memory", (0,))
 

@@ -39,7 +39,7 @@ class Streams:
         self.kit = make_kit(replace(shape, layers=LAYERS), **options)
         self.each = self.kit.shapes[0].raw_bytes // LAYERS
         self.plane, self._deliver = plane, plane._deliver_layers
-        plane._deliver_layers = self._deliver_with_faults  # type: ignore[method-assign]
+        plane._deliver_layers = self._deliver_with_faults
         self.faults: dict[int, Any] = {}
         self.outcome = pb.OUTCOME_ABSENT
         self.bytes: dict[tuple[str, int, int], bytes] = {}
@@ -133,7 +133,7 @@ def test_a_fault_of_one_stream_costs_the_other_nothing(
     streams.faults[layer] = happen
     ready = threading.Event()
     entered = plane._deliver_layers
-    plane._deliver_layers = lambda *given: (ready.wait(WAIT_MAX_S), entered(*given))[1]  # type: ignore[method-assign]
+    plane._deliver_layers = lambda *given: (ready.wait(WAIT_MAX_S), entered(*given))[1]
     jobs = streams.begin(**(lengths if chance.random() < 0.5 else dict(reversed(lengths.items()))))
     ready.set()
     results = streams.ended()

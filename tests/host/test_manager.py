@@ -203,12 +203,10 @@ def test_batches_alternate_between_the_halves_of_the_memory(
 
 
 @pytest.mark.parametrize("counts", [{"big": 8}, {"a": 2, "b": 2}], ids=["of the same job", "of the next job"])
-def test_the_next_batch_arrives_while_the_last_is_scattered(
-    kit: Kit, plane: ScriptedDataPlane, counts: dict[str, int]
-) -> None:
+def test_the_next_batch_arrives_while_the_last_is_scattered(kit: Kit, counts: dict[str, int]) -> None:
     kit.paged.gate.clear()
     kit.manager.exchange([kit.job(*each) for each in counts.items()])
-    plane.wait_for_call("Fetch", 2)
+    kit.plane.wait_for_call("Fetch", 2)
     assert kit.paged.chunks == {} and kit.manager.exchange() == []
     kit.paged.gate.set()
     assert names(kit.collect(len(counts))) == list(counts)
@@ -427,17 +425,15 @@ def test_a_data_plane_that_delivers_nothing_is_not_asked_forever(
     assert plane.calls.count("Fetch") == fetches
 
 
-def test_a_data_plane_that_dies_during_a_fetch_and_restarts(
-    kit: Kit, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plane.script.stall.add("Fetch")
+def test_a_data_plane_that_dies_during_a_fetch_and_restarts(kit: Kit, monkeypatch: pytest.MonkeyPatch) -> None:
+    kit.plane.script.stall.add("Fetch")
     kit.manager.exchange([kit.job("a", 2), kit.job("b", 2)])
-    plane.wait_for_call("Fetch")
+    kit.plane.wait_for_call("Fetch")
     with monkeypatch.context() as patch:
         patch.setattr(kit.registration, "_connect_timeout", 0.2)  # no process answers
-        plane.stop()
+        kit.plane.stop()
         assert {result.reason for result in kit.collect(2)} <= {"unreachable", "breaker_open"}
-    revived = plane.restarted()
+    revived = kit.plane.restarted()
     try:
         ends = time.monotonic() + WAIT_MAX_S
         for number in itertools.count():
@@ -514,9 +510,7 @@ def test_memory_that_is_made_shorter_while_it_is_scattered_is_an_outcome_and_giv
 # ---------------------------------------------------------------------- chunks that other engines still store
 
 
-def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_available(
-    kit: Kit, plane: ScriptedDataPlane
-) -> None:
+def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_available(kit: Kit) -> None:
     mine = kit.pending("mine", 6, there=3)
     (keys,) = mine.keys
     kit.manager.exchange([mine])
@@ -530,7 +524,7 @@ def test_available_chunks_are_fetched_at_once_and_the_rest_as_it_becomes_availab
     kit.manager.exchange(available={"mine": Available(6, "complete"), "unknown": Available(1, "")})
     result = kit.ended()
     assert (result.chunks, result.reason) == ((6,), "complete")
-    asked = [key for fetch in plane.fetches for key in fetch.keys if key in keys]
+    asked = [key for fetch in kit.plane.fetches for key in fetch.keys if key in keys]
     assert asked == list(keys), "no fetch of missing chunks, and no chunk twice"
 
 
@@ -580,9 +574,7 @@ def test_a_job_whose_chunks_never_become_available_ends_with_the_others(kit: Kit
     assert (result.chunks, result.reason) == ((max(there, 1),), reason)
 
 
-def test_a_job_that_is_cancelled_while_it_waits_ends_at_once_without_a_write(
-    kit: Kit, plane: ScriptedDataPlane
-) -> None:
+def test_a_job_that_is_cancelled_while_it_waits_ends_at_once_without_a_write(kit: Kit) -> None:
     mine = kit.pending("mine", 4, there=2)
     kit.manager.exchange([mine])
     kit.waits(1)
@@ -591,7 +583,7 @@ def test_a_job_that_is_cancelled_while_it_waits_ends_at_once_without_a_write(
     kit.store(*mine.keys[0])
     kit.manager.exchange([kit.job("next", 1)], available={"mine": Available(4, "complete")})
     assert kit.ended().complete
-    assert len(kit.paged.chunks) == 3 and plane.calls.count("Fetch") == 2
+    assert len(kit.paged.chunks) == 3 and kit.plane.calls.count("Fetch") == 2
 
 
 def test_a_waiting_job_ends_by_its_deadline_with_the_chunks_in_place(make_kit: MakeKit) -> None:

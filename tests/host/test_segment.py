@@ -136,7 +136,7 @@ def test_memory_that_its_driver_cannot_describe_is_no_memory(client: DataPlaneCl
 def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Leftovers) -> None:
     client = DataPlaneClient("127.0.0.1:1", failures=1, backoff=9, backoff_max_s=9)
     try:
-        registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)  # type: ignore[arg-type]
+        registration = RegisteredMemory(client, [shape], 1 << 16, connect_timeout_s=0.1)
         with pytest.raises(DataPlaneError) as error:
             registration.acquire(1)
         assert error.value.outcome == "unreachable"
@@ -181,7 +181,6 @@ def test_the_file_of_a_killed_process_is_removed(leftovers: Callable[..., set[st
         text=True,
         cwd=Path(__file__).parents[2],
     ) as process:
-        assert process.stdout is not None
         name = process.stdout.readline().strip()
         Segment.create(4096).close()
         assert leftovers(process.pid) == {name}, "its owner still runs"

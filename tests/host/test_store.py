@@ -280,7 +280,7 @@ def test_chunks_of_two_parts_wait_apart_and_are_stored_as_their_own(
         for index, key in enumerate(keys(4, number)):
             assert plane.records[key] == bytes([100 + number + index]) * (shape.raw_bytes >> part)
     assert {request.memory_id for request in plane.stores} == {parts._registration.memory_id}
-    named = {request.layout: [] for request in plane.stores}  # type: ignore[var-annotated]
+    named = {request.layout: [] for request in plane.stores}
     for request in plane.stores:
         named[request.layout] += list(request.keys)
     assert named == {0: keys(4), 1: keys(4, 50)}, "a batch is of one part"
@@ -378,7 +378,6 @@ def test_offers_from_the_engine_while_storing(queue: StoreQueue, plane: Scripted
 
 def test_dropped_chunks_that_others_wait_for_are_withdrawn(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     """Symptom: engines waited until their deadline for a chunk that no engine stored."""
-    assert plane.published is not None
     plane.published.update(dict.fromkeys(keys(12), 60_000))
     plane.script.not_storable = {keys(12)[1]}
     plane.script.stall.add("Store")

@@ -22,7 +22,7 @@ def stream(load_s: float, new: int = 1000) -> Stream:
 
 
 def chosen(streams: Streams, load_s: float, new: int = 1000, **given: bool | float) -> str:
-    return streams.why_not(stream(load_s, new), LAYERS, **{"queued_s": 0.0, "busy": False} | given)  # type: ignore[arg-type]
+    return streams.why_not(stream(load_s, new), LAYERS, **{"queued_s": 0.0, "busy": False} | given)
 
 
 @pytest.mark.parametrize(

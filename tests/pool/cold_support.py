@@ -35,7 +35,6 @@ class Node(Driver):
 
     def cold(self) -> ColdStatistics:
         found = self.statistics().cold
-        assert found is not None
         return found
 
     def store_chain(self, chain: "Chain", tenant: int = 0) -> None:

@@ -77,8 +77,14 @@ def simulated_devices(count: int = 1, size: int = DEVICE_BYTES) -> list[Simulate
 def start_pool(count: int = 1, *, size: int = DEVICE_BYTES, **keys: Any) -> tuple[Driver, list[SimulatedDevice]]:
     """Return a started pool over new simulated devices, and the devices."""
     devices = simulated_devices(count, size)
+    clock = keys.setdefault("clock_ms", Clock())
+    return Driver(simulated_pool(devices, **keys), clock=clock), devices
+
+
+def reopened(*devices: SimulatedDevice, **keys: Any) -> Driver:
+    """Return a pool over devices of earlier pools."""
     keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool(devices, **keys)), devices
+    return Driver(simulated_pool(devices, **keys))
 
 
 def drop_copies(driver: Driver) -> None:

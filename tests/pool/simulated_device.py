@@ -233,7 +233,7 @@ class SimulatedDevice:
 
     def fail(self, kind: OperationKind, **how: int | bool | None) -> Fault:
         """Add a fault: ``fail(OperationKind.WRITE, after=2)`` for an EIO of the third write."""
-        fault = Fault(kind, **how)  # type: ignore[arg-type]
+        fault = Fault(kind, **how)
         self.faults.append(fault)
         return fault
 
@@ -333,7 +333,6 @@ def _flipped(content: bytes, at: int, bit: int) -> bytes:
 
 
 def _checked(operation: Operation) -> Result:
-    assert operation.expected is not None
     content = memoryview((ctypes.c_uint8 * operation.length).from_address(operation.address)).cast("B")
     header, data = content[:OBJECT_HEADER_BYTES], content[OBJECT_HEADER_BYTES:]
     return check_object(header, operation.expected, data, 0, operation.expected_units)

@@ -207,7 +207,7 @@ class StoreConformance(ABC):
         store.put(b"a", b"x" * 100, header_bytes=10)
         store.put(b"b", b"x" * 100)
         item = store.peek(b"a")
-        assert item is not None and item.header_bytes == 10
+        assert item.header_bytes == 10
         assert (store.statistics().records, store.statistics().record_bytes) == (1, 100)
         store.put(b"a", b"plain")
         assert (store.statistics().records, store.statistics().record_bytes) == (0, 0)
@@ -366,8 +366,7 @@ class StoreConformance(ABC):
         one = store.call(store.store.tenant, "one")
         store.call(store.store.set_pin_shares, 0.5, 1.0)
         store.call(store.store.set_quota, one, 4 * self.cost(b"0", 1000), None)
-        for number in range(4):
-            store.put(b"%d" % number, b"x" * 1000, one)
+        store.put_each(range(4), b"x" * 1000, one)
         assert store.pin(b"0", clock.now_ms + 10**6, one) and store.pin(b"1", clock.now_ms + 10**6, one)
         with pytest.raises(PinShareError):
             store.pin(b"2", clock.now_ms + 10**6, one)
@@ -388,8 +387,7 @@ class StoreConformance(ABC):
             store.put(key, b"x" * 1000, parent=names[number - 1] if number else b"")
         assert store.pin(keys[7], clock.now_ms + 10**6)
         other = store.call(store.store.tenant, "other")
-        for number in range(20):
-            store.put(b"%d" % number, b"x" * 1000, other)
+        store.put_each(range(20), b"x" * 1000, other)
         assert store.peek(keys[7]) is not None and len(store.keys(other)) >= 3
 
     # ---- Everything in parts
@@ -513,7 +511,7 @@ class StoreConformance(ABC):
                 store.call(store.store.set_budget, 1000)
                 store.call(store.store.set_budget, 1 << 24)
             for reading, start in zip(readings, (0, 10_000, 50_000), strict=True):
-                assert reading is not None and reading.wait() == (b"old" * 50_000)[start : start + 100_000]
+                assert reading.wait() == (b"old" * 50_000)[start : start + 100_000]
                 reading.release()
             assert later is None or later.wait() is None
             store.settle(store.call(store.store.barrier))
@@ -530,14 +528,12 @@ class StoreConformance(ABC):
 
     def test_the_budget_can_be_changed_at_any_time(self) -> None:
         store = self.drive(10 * self.cost(b"a", 1000), Clock())
-        for number in range(10):
-            store.put(b"%d" % number, b"x" * 1000)
+        store.put_each(range(10), b"x" * 1000)
         store.call(store.store.set_budget, 4 * self.cost(b"a", 1000))
         assert store.keys() == {b"6", b"7", b"8", b"9"}
         assert store.statistics().budget_bytes == 4 * self.cost(b"a", 1000)
         store.call(store.store.set_budget, 6 * self.cost(b"a", 1000))
-        for number in range(3):
-            store.put(b"new%d" % number, b"x" * 900)
+        store.put_each(range(3), b"x" * 900, name=b"new")
         assert store.count() == 6
 
     def test_buffers_are_stored_or_discarded(self) -> None:
@@ -557,7 +553,7 @@ class StoreConformance(ABC):
         class Machine(StoreMachine):
             suite = self
 
-        test = Machine.TestCase  # type: ignore[attr-defined]
+        test = Machine.TestCase
         test.settings = settings(max_examples=30, stateful_step_count=40)
         test("runTest").debug()
 

@@ -93,13 +93,15 @@ class Change:
 class Driver:
     """A pool with its lock. Keys are clients' keys, by default of tenant 0.
 
+    ``clock`` is the pool's, if tests move it.
     ``opened`` has the pools that were not stopped: a test that ends closes them, as a crash would.
     """
 
     opened: ClassVar[list["Driver"]] = []
 
-    def __init__(self, store: Pool, *, start: bool = True, lock: Any = None) -> None:
+    def __init__(self, store: Pool, *, start: bool = True, lock: Any = None, clock: Any = None) -> None:
         self.store = store
+        self.clock = clock
         self.lock = threading.Lock() if lock is None else lock
         if start:
             store.start(self.lock)
@@ -141,12 +143,17 @@ class Driver:
                 return Change(self, self.call(self.store.put, (tenant, key), value, **named))
             except BusyError as error:
                 error.again.then(again.append)
-            self.pump(lambda again=again: bool(again))  # type: ignore[misc]
+            self.pump(lambda again=again: bool(again))
 
     def put(self, key: bytes, value: bytes | memoryview, tenant: int = 0, **named: Any) -> None:
         error = self.put_soon(key, value, tenant, **named).wait()
         if error is not None:
             raise error
+
+    def put_each(self, numbers: Iterable[int], value: bytes, tenant: int = 0, *, name: bytes = b"") -> None:
+        """Store the same value under numbered keys."""
+        for number in numbers:
+            self.put(name + b"%d" % number, value, tenant)
 
     def get(self, key: bytes, tenant: int = 0) -> Item | None:
         return self.call(self.store.get, (tenant, key))

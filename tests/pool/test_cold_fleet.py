@@ -38,7 +38,6 @@ def index_objects(bucket: FaultyS3) -> dict[str, bytes]:
 
 def described(name: str, body: bytes) -> set[str]:
     parts = parse_index_name(name.removeprefix(PREFIX))
-    assert parts is not None
     return set(parse_index(parts, body).names)
 
 
@@ -400,7 +399,6 @@ def test_the_last_use_survives_a_restart_in_the_index(bucket: FaultyS3, open_nod
     wait_for(lambda: len(index_objects(bucket)) == 1)
     ((name, body),) = index_objects(bucket).items()
     parts = parse_index_name(name.removeprefix(PREFIX))
-    assert parts is not None
     used = {contents.name for contents, used_h in parse_index(parts, body) if used_h}
     assert used == {chains[1].object()[0]}
     node.store.close()

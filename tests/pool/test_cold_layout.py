@@ -60,7 +60,7 @@ def test_every_changed_byte_of_a_footer_is_detected() -> None:
 def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
     name = name_of(tenant, [b"k" * 32])
     parts = parse_name(name)
-    assert parts is not None and parts.tenant == tenant
+    assert parts.tenant == tenant
     assert name.count("/") == 2 and parts.partition == partition_of(b"k" * 32)
     assert all(each.isalnum() or each in "_-=/." for each in name)
     assert name_of(tenant, [b"l" * 32]) != name

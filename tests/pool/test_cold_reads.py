@@ -28,7 +28,6 @@ def read_range(node: Node, key: bytes, start: int, end: int) -> Callable[[], byt
     found: list[Lease | None] = []
     with node.lock:
         item = node.store.peek((0, key))
-        assert item is not None
         node.store.read(item, start, end, found.append, in_parts=True)
 
     def wait() -> bytes | None:
@@ -55,7 +54,7 @@ def test_a_range_and_all_of_a_record_that_wait_together_are_read(bucket: FaultyS
     part, whole = read_range(node, chain.keys[2], 0, 100), node.open(chain.keys[2])
     gate.set()
     assert part() == chain.values[2][:100]
-    assert whole is not None and whole.wait() == chain.values[2]
+    assert whole.wait() == chain.values[2]
     assert first.wait() == chain.values[0]
 
 
@@ -71,7 +70,7 @@ def test_a_record_for_which_there_is_no_memory_is_a_miss_and_is_read_later(
     with monkeypatch.context() as patch:
         patch.setattr(reads, "allocate", refuse)
         reading = node.open(chain.keys[0], 0, 100, ahead=True)
-        assert reading is not None and reading.wait() is None
+        assert reading.wait() is None
     assert node.value(chain.keys[0]) == chain.values[0]
 
 
@@ -82,13 +81,13 @@ def test_a_client_that_joins_a_read_in_parts_waits_no_longer_than_timeout_s(buck
     gates[0].set()
     bucket.fault = lambda of: None if of.range is None else Answer(after=gates[of.range[0] // MIB])
     header = node.open(chain.keys[0], 0, 100, ahead=True)
-    assert header is not None and header.wait() == chain.values[0][:100]
+    assert header.wait() == chain.values[0][:100]
     whole, second = node.open(chain.keys[0]), node.open(chain.keys[0], 0, MIB, ahead=True)
     now_s[0] += 15
     gates[1].set()
-    assert second is not None and second.wait() == chain.values[0][:MIB]  # the read itself has another 20 s
+    assert second.wait() == chain.values[0][:MIB]  # the read itself has another 20 s
     now_s[0] += 10
-    assert whole is not None and whole.wait() is None
+    assert whole.wait() is None
     for gate in gates:
         gate.set()
     assert node.value(chain.keys[0]) == chain.values[0]

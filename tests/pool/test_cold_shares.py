@@ -175,9 +175,7 @@ def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     taken: list[str] = []
 
     def take() -> None:
-        found = queue.peek()
-        assert found is not None
-        owner, item = found
+        owner, item = queue.peek()
         queue.charge(owner, 1.0 if item.startswith("modest") else 4.0)
         taken.append(item)
 
@@ -236,8 +234,7 @@ def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucke
         writer.await_written(number + 1)
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=0.5)
     node.await_known(32)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    gate = bucket.hold("get")
     readings = [node.open(key) for chain in chains for key in chain.keys]
     assert None not in readings and taken(readings) == [None] * len(readings)
     gate.set()

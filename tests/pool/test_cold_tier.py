@@ -123,8 +123,7 @@ def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Op
 
 
 def test_two_nodes_write_the_same_chain_once(bucket: FaultyS3, open_node: Opens) -> None:
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    gate = bucket.hold("put")
     both = [open_node(gather_s=0.3), open_node(gather_s=0.3)]
     for node in both:
         node.store_chain(CHAIN)
@@ -139,8 +138,7 @@ def test_two_nodes_write_the_same_chain_once(bucket: FaultyS3, open_node: Opens)
 
 
 def test_written_records_survive_a_crash(bucket: FaultyS3, open_node: Opens) -> None:
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    gate = bucket.hold("put")
     node = open_node(gather_s=0.3)
     node.store_chain(CHAIN)
     wait_for(lambda: bucket.count("put"))
@@ -205,7 +203,6 @@ def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket
     try:
         ticket = node.call(node.store.put, (0, CHAIN.keys[0]), b"another value")
         assert node.remove(short.keys[0], modest), "the tenant must get a turn"
-        assert ticket is not None
         with pytest.raises(Exception, match="cannot delete"):
             node.settle(ticket)
     finally:
@@ -226,8 +223,7 @@ def test_a_removal_that_fails_at_once_is_an_error(bucket: FaultyS3, open_node: O
 
 
 def test_a_record_removed_during_its_write_is_not_in_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "put" else None
+    gate = bucket.hold("put")
     node = open_node(gather_s=0.3)
     node.store_chain(CHAIN)
     wait_for(lambda: bucket.count("put"))
@@ -247,7 +243,6 @@ def test_a_removed_record_does_not_return_by_a_footer_read_before(bucket: Faulty
         if asked.operation != "get" or late:
             return None
         late.append(asked)
-        assert asked.range is not None
         body = bucket.objects[asked.name]
         start, end = asked.range[0], min(asked.range[1], len(body))
         headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(body)}"}
@@ -315,11 +310,10 @@ def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_t
 
 def test_a_removal_waits_for_the_first_complete_list(bucket: FaultyS3, open_node: Opens) -> None:
     filled(open_node)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    gate = bucket.hold("get")
     other = open_node(timeout_s=0.3)  # it starts before the tail is in the bucket
     ticket = other.call(other.store.put, (0, CHAIN.keys[0]), b"another value")
-    assert ticket is not None and not ticket.settled
+    assert not ticket.settled
     gate.set()
     with contextlib.suppress(Exception):  # its deadline may pass before the tail arrives
         other.settle(ticket)
@@ -421,17 +415,14 @@ def test_a_flipped_bit_of_one_record_is_a_miss(bucket: FaultyS3, open_node: Open
 
 def test_a_silent_bucket_costs_the_deadline_and_later_nothing(bucket: FaultyS3, open_node: Opens) -> None:
     other = reader(open_node, timeout_s=0.2, index_ttl_s=3600.0)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    try:
-        assert other.read_chain(CHAIN) == [None] * 12
-        drive(lambda: other.read_chain(CHAIN), lambda: other.cold().away)
-        assert other.cold().failed_reads["timeout"]
-        assert other.peek(CHAIN.keys[0]) is None, "no client must wait for a bucket that is down"
-        other.put(b"key", b"value")
-        assert other.value(b"key") == b"value"
-    finally:
-        gate.set()
+    gate = bucket.hold("get")
+    assert other.read_chain(CHAIN) == [None] * 12
+    drive(lambda: other.read_chain(CHAIN), lambda: other.cold().away)
+    assert other.cold().failed_reads["timeout"]
+    assert other.peek(CHAIN.keys[0]) is None, "no client must wait for a bucket that is down"
+    other.put(b"key", b"value")
+    assert other.value(b"key") == b"value"
+    gate.set()
 
 
 def test_a_bucket_that_was_away_at_the_start_is_used_later(bucket: FaultyS3, open_node: Opens) -> None:
@@ -571,9 +562,7 @@ def test_the_backlog_is_limited_and_dropped_records_are_counted() -> None:
     assert (gathering.waiting, gathering.dropped) == (10, 15)
     assert gathering.take(1.0) is None, "the writes must wait for further ones"
     batch = gathering.take(6.0)
-    assert batch is not None and [key for _, key in batch.records] == [
-        key_of(b"%d" % number) for number in range(15, 25)
-    ]
+    assert [key for _, key in batch.records] == [key_of(b"%d" % number) for number in range(15, 25)]
     gathering.put_back(batch)
     gathering.forget(1)
     assert gathering.waiting == 10

@@ -53,7 +53,6 @@ class TestPoolOfMemory(StoreConformance):
         with pytest.raises(OutOfBudgetError, match=f"{3 * size} of them held by replies"):
             store.put(b"b", b"z" * (1000 + size), one)
         for reading in held:
-            assert reading is not None
             reading.release()
         assert store.statistics(one).used_bytes == size and store.statistics().held_bytes == 0
         store.put(b"a", b"z" * 1000, one)
@@ -62,8 +61,7 @@ class TestPoolOfMemory(StoreConformance):
     def test_objects_max_reserves_index_entries_for_a_larger_budget(self) -> None:
         store = self.drive_pool(MIB, objects_max=5_000)
         store.call(store.store.follow, configuration(memory_budget_bytes=8 * MIB))
-        for number in range(5_000):
-            store.put(b"%d" % number, b"")
+        store.put_each(range(5_000), b"")
         assert store.count() == 5_000 and store.statistics().evicted_keys == 0
 
     @staticmethod
@@ -75,11 +73,9 @@ class TestPoolOfMemory(StoreConformance):
         store.put(b"a", b"x" * 1000)
         store.put(b"b", b"x" * 1000)
         first = store.open(b"a")
-        assert first is not None
         store.put(b"c", b"x" * 1000)
         assert store.keys() == {b"a", b"c"}
         second = store.open(b"c")
-        assert second is not None
         before = store.statistics()
         with pytest.raises(OutOfBudgetError):
             store.put(b"d", b"x" * 1000)
@@ -104,7 +100,7 @@ class TestPoolOfASimulatedDevice(DeviceConformance):
 
 
 class TestPoolOfAFile(DeviceConformance):
-    test_no_hold_of_the_lock_grows_with_the_number_of_entries = None  # type: ignore[assignment]  # the same code
+    test_no_hold_of_the_lock_grows_with_the_number_of_entries = None  # the same code
 
     @pytest.fixture(autouse=True)
     def _folder(self, tmp_path: Path) -> None:

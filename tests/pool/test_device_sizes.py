@@ -45,8 +45,7 @@ def test_a_file_grows_to_the_configured_size_and_keeps_its_objects(volume: Path)
     pool = start(volume, "32 MiB")
     assert room(pool) == less + 16 * MIB and volume.stat().st_size == 32 * MIB
     assert pool.value(b"kept") == VALUE
-    for number in range(20):  # more than there was room for
-        pool.put(b"more%d" % number, VALUE)
+    pool.put_each(range(20), VALUE, name=b"more")  # more than there was room for
     pool.stop()
     again = start(volume, "32 MiB")
     assert room(again) == less + 16 * MIB
@@ -119,7 +118,6 @@ def test_a_volume_whose_growth_was_cut_short_is_opened(volume: Path, written: in
         file.truncate(32 * MIB)
     device = BlockDevice(volume)
     superblock, _ = read_superblocks(BlockReader(device), device)
-    assert superblock is not None
     larger = grown(superblock, device)
     device.close()
     with volume.open("r+b") as file:

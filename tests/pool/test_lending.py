@@ -7,8 +7,6 @@ from pool_support import chunk, drop_copies, entry_of, key_of, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
-from shadowserve.pool.entries import PoolItem
-
 CHAIN = [chunk(number) for number in range(6)]
 LENGTHS = [10_000 + number for number in range(6)]
 
@@ -22,20 +20,20 @@ def stored(pool: Driver) -> list[tuple[int, int]]:
     """Store the chain; return device and extent of each."""
     changes = [pool.put_soon(key_of(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
     assert {change.wait() for change in changes} == {None}
-    items = [pool.peek(key_of(name)) for name in CHAIN]
-    return [(item.entry.device, item.entry.extent) for item in items if isinstance(item, PoolItem)]
+    entries = [entry_of(pool, key_of(name)) for name in CHAIN]
+    return [(entry.device, entry.extent) for entry in entries]
 
 
 def lend(pool: Driver, lengths: list[int] = LENGTHS) -> list[Any]:
-    return pool.call(pool.store.lend_extents, CHAIN, lengths)  # type: ignore[attr-defined,no-any-return]
+    return pool.call(pool.store.lend_extents, CHAIN, lengths)
 
 
 def give_back(pool: Driver, lent: list[Any]) -> None:
-    pool.call(pool.store.return_extents, lent)  # type: ignore[attr-defined]
+    pool.call(pool.store.return_extents, lent)
 
 
 def used(pool: Driver) -> int:
-    return sum(len(disk._uses) for disk in pool.store._core.disks)  # type: ignore[attr-defined]
+    return sum(len(disk._uses) for disk in pool.store._core.disks)
 
 
 def test_a_chain_is_lent_in_place_several_times() -> None:
@@ -45,7 +43,7 @@ def test_a_chain_is_lent_in_place_several_times() -> None:
     clock.now_ms += 50_000
     first, second = lend(pool), lend(pool)
     assert [(place.device, place.extent) for place in first] == places and used(pool) == len(CHAIN)
-    accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]  # type: ignore[index]
+    accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]
     assert accessed == [clock.now_ms // 1000] * len(CHAIN)
     give_back(pool, first)
     assert used(pool) == len(CHAIN), "the other device must have all records"
@@ -67,7 +65,7 @@ def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
         clock.now_ms += 1
     elif why == "cleared":
         core = pool.store._core
-        core.step_clears = lambda looks: 0  # type: ignore[method-assign]
+        core.step_clears = lambda looks: 0
         pool.clear(0)
         expected = 0
     elif why == "not durable":
@@ -101,7 +99,7 @@ def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
     pool, _, _ = start()
     pool.put(b"name", b"x" * 100)
     key = entry_of(pool, b"name").key
-    assert pool.call(pool.store.lend_extents, [key], [100]) == []  # type: ignore[attr-defined]
+    assert pool.call(pool.store.lend_extents, [key], [100]) == []
 
 
 @pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
@@ -126,8 +124,7 @@ def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
     assert set(disk._freed_later) == before, "freed extents must wait for their readers"
     for number in range(20):
         pool.put(b"new%d" % number, b"z" * 10_000)
-        item = pool.peek(b"new%d" % number)
-        assert isinstance(item, PoolItem) and item.entry.extent not in before
+        assert entry_of(pool, b"new%d" % number).extent not in before
     give_back(pool, lent)
     pool.pump(lambda: not disk.is_freeing)
     assert not disk._freed_later and not disk._uses

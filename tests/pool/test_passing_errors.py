@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pool_support import configuration, drop_copies, file_pool, start_pool
 from simulated_device import SimulatedDevice
-from store_driver import Clock, Driver
+from store_driver import Driver
 from test_pool_faults import place_of
 from volume_support import Store, device_of, index_key
 
@@ -36,7 +36,6 @@ def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
         store.keep(index_key(b"%d" % number), b"%d" % number * 2000)
     device = store.simulated.restart()
     superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES))
-    assert superblock is not None
     return device, superblock.layout
 
 
@@ -78,7 +77,6 @@ def test_an_unreadable_snapshot_drops_nothing() -> None:
         store.drain()
     device = device.restart()
     superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES))
-    assert superblock is not None
     for first in superblock.layout.snapshot_firsts:
         device.fail(OperationKind.READ, times=None, first_block=first + 1, last_block=first + 2)
     with pytest.raises(OSError, match="cannot be read"):
@@ -112,8 +110,7 @@ def test_a_start_without_descriptors_for_a_device_fails(tmp_path: Path) -> None:
     """Symptom: the pool continued without the device, and dropped its objects as stale at its return."""
     paths = [tmp_path / "one", tmp_path / "two"]
     pool = Driver(file_pool(paths))
-    for number in range(20):
-        pool.put(b"%d" % number, b"x" * 5000)
+    pool.put_each(range(20), b"x" * 5000)
     pool.stop()
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     devices = [{"path": str(path), "access": "threads"} for path in paths]
@@ -166,7 +163,7 @@ def test_a_write_to_a_busy_device_is_retried(error: int) -> None:
     devices[0].fail(OperationKind.WRITE, error=error, times=4)
     pool.put(b"a", b"x" * 10_000)
     assert place_of(pool, b"a")[0] == 0
-    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first
     devices[0].fail(OperationKind.WRITE, error=error, times=3, last_block=data)  # writes of the log
     pool.put(b"b", b"y" * 10_000)
     found = pool.statistics().devices[0]
@@ -188,7 +185,7 @@ def test_a_failed_flush_is_retried_only_if_it_has_not_begun() -> None:
 def test_a_device_that_stays_busy_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shadowserve.pool.volume.device._WRITE_NS", 100_000_000)
     pool, devices = start_pool()
-    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first
     devices[0].fail(OperationKind.WRITE, error=errno.EBUSY, times=None, first_block=data)
     assert pool.put_soon(b"a", b"x" * 10_000).wait() is not None
     assert pool.peek(b"a") is None
@@ -212,86 +209,79 @@ def quarantined(pool: Driver, devices: list[SimulatedDevice], key: bytes = b"a",
     return offset
 
 
-def pass_time(pool: Driver, clock: Clock, seconds: int) -> None:
+def pass_time(pool: Driver, seconds: int) -> None:
     for _ in range(seconds):
-        clock.now_ms += 1000
+        pool.clock.now_ms += 1000
         pool.store.poll()
         pool.store.poll()
 
 
 def test_quarantined_extents_are_tested_without_scrubbing() -> None:
     """Symptom: with scrub_bytes_per_s 0 the extent was never checked again."""
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
     quarantined(pool, devices)
-    pass_time(pool, clock, 50)
+    pass_time(pool, 50)
     assert pool.statistics().devices[0].quarantined_bytes
-    pass_time(pool, clock, 30)
+    pass_time(pool, 30)
     found = pool.statistics().devices[0]
     assert not found.quarantined_bytes and found.scrubbed_bytes == 0
 
 
 def test_quarantined_extents_are_tested_while_all_memory_is_in_use() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
     quarantined(pool, devices)
     number = 0
-    while pool.store._core.arenas.take(24) is not None:  # type: ignore[attr-defined]
+    while pool.store._core.arenas.take(24) is not None:
         number += 1
     assert number
-    pass_time(pool, clock, 80)
+    pass_time(pool, 80)
     assert not pool.statistics().devices[0].quarantined_bytes
 
 
 @pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
 def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationKind) -> None:
     """Symptom: the extent was unused until the next start, because its check had failed."""
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(kind, error=errno.EBUSY, times=None, first_block=extent, last_block=extent + 20)
-    pass_time(pool, clock, 90)
+    pass_time(pool, 90)
     assert fault.met and pool.statistics().devices[0].quarantined_bytes
     devices[0].faults.clear()
-    pass_time(pool, clock, 130)
+    pass_time(pool, 130)
     assert not pool.statistics().devices[0].quarantined_bytes
 
 
 def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
     extent = quarantined(pool, devices) // BLOCK_BYTES
     fault = devices[0].fail(OperationKind.WRITE, times=1, first_block=extent, last_block=extent + 20)
-    pass_time(pool, clock, 80)
+    pass_time(pool, 80)
     assert fault.met == 1
-    pass_time(pool, clock, 1000)
+    pass_time(pool, 1000)
     assert pool.statistics().devices[0].quarantined_bytes
 
 
 def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
     for number in range(30):
         quarantined(pool, devices, b"%d" % number, 200_000)
-    pass_time(pool, clock, 59)
+    pass_time(pool, 59)
     counted = devices[0].statistics().bytes
     before = counted[OperationKind.WRITE]
-    pass_time(pool, clock, 10)
+    pass_time(pool, 10)
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)
-    pass_time(pool, clock, 60)
+    pass_time(pool, 60)
     assert not pool.statistics().devices[0].quarantined_bytes
 
 
 def test_scrubbing_continues_while_all_memory_is_in_use() -> None:
     """Symptom: with copies in all of the memory, the normal state of a cache, no object was ever checked."""
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 << 20)
-    for number in range(30):
-        pool.put(b"%d" % number, b"x" * 30_000)
+    pool, devices = start_pool(scrub_bytes_per_s=64 << 20)
+    pool.put_each(range(30), b"x" * 30_000)
     drop_copies(pool)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
-    arenas = pool.store._core.arenas  # type: ignore[attr-defined]
+    arenas = pool.store._core.arenas
     while arenas.take(1) is not None:
         pass
-    pass_time(pool, clock, 20)
+    pass_time(pool, 20)
     assert pool.statistics().lost == {"rotten": 1} and arenas.used_bytes <= arenas.budget_bytes

@@ -33,7 +33,7 @@ def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybo
     filled(pool, one)
     pool.put(b"a", b"another's")
     core = pool.store._core
-    step_clears, core.step_clears = core.step_clears, lambda looks: 0  # type: ignore[method-assign]
+    step_clears, core.step_clears = core.step_clears, lambda looks: 0
     pool.clear(None if everybodys else one)
     assert core.index.totals(one).objects == MANY and pool.count(one) == 0
     pool.put(b"7", b"new", one)
@@ -41,8 +41,8 @@ def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybo
         for disk in core.disks:
             before = disk.volume.snapshots.completed
             disk.volume.snapshot()
-            pool.pump(lambda disk=disk, before=before: disk.volume.snapshots.completed > before)  # type: ignore[misc]
-    core.step_clears = step_clears  # type: ignore[method-assign]
+            pool.pump(lambda disk=disk, before=before: disk.volume.snapshots.completed > before)
+    core.step_clears = step_clears
     pool = cut(pool)
     assert pool.keys(one) == {b"7"} and pool.value(b"7", tenant=one) == b"new"
     assert pool.value(b"a") == (None if everybodys else b"another's")

@@ -12,11 +12,12 @@ from pool_support import (
     drop_copies,
     entry_of,
     file_pool,
+    reopened,
     simulated_pool,
     start_pool,
 )
 from simulated_device import SimulatedDevice
-from store_driver import Change, Clock, Driver
+from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
@@ -181,13 +182,13 @@ def test_an_old_value_does_not_return_if_all_devices_were_lost_when_it_was_repla
         errors = [pool.put_soon(key, b"new").wait() for _ in range(3)]  # the first writes detect the failure
         assert None not in errors and "no device is left" in str(errors[-1])
     pool.store.close()
-    again = Driver(simulated_pool([device.restart() for device in devices], clock_ms=Clock()))
+    again = reopened(*(device.restart() for device in devices))
     assert again.value(b"a") in (b"old", None) and again.value(b"b") is None
 
 
 def test_a_failed_write_is_an_error_and_a_write_after_it_goes_to_the_device() -> None:
     pool, devices = start_pool()
-    data_first = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data_first = pool.store._core.disks[0].volume.superblock.layout.data_first
     devices[0].fail(OperationKind.WRITE, times=1, first_block=data_first)  # the log write of the start may be in flight
     error = pool.put_soon(b"a", b"x").wait()
     assert error is not None and "simulated0" in str(error)
@@ -213,7 +214,7 @@ def test_the_scrubber_finds_damage_and_extents_are_tested_before_reuse() -> None
     for number in range(30):
         pool.put(b"%d" % number, b"%d" % number * 30_000)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
-    scrubber = pool.store._scrubber  # type: ignore[attr-defined]
+    scrubber = pool.store._scrubber
 
     def turn() -> bool:
         clock.now_ms += 200
@@ -262,8 +263,7 @@ def test_a_pool_starts_without_a_missing_device(tmp_path: Any) -> None:
 @pytest.mark.parametrize("when", ["at the start", "while it runs"])
 def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
     pool, devices = start_pool(2)
-    for number in range(20):
-        pool.put(b"%d" % number, b"old")
+    pool.put_each(range(20), b"old")
     if when == "at the start":
         pool.stop()
         away = devices[0].restart()
@@ -275,13 +275,12 @@ def test_a_returning_device_brings_no_removed_object_back(when: str) -> None:
         for number in range(20):
             pool.value(b"%d" % number)
     kept = pool.keys()
-    for number in range(20):
-        pool.put(b"%d" % number, b"new")
+    pool.put_each(range(20), b"new")
     for number in range(10):
         pool.remove(b"%d" % number)
     pool.stop()
-    here = pool.store._core.disks[-1].volume.device  # type: ignore[attr-defined]
-    pool = Driver(simulated_pool([away.restart(), here.restart()], clock_ms=Clock()))
+    here = pool.store._core.disks[-1].volume.device
+    pool = reopened(away.restart(), here.restart())
     for number in range(20):
         assert pool.value(b"%d" % number) == (None if number < 10 else b"new")
     assert pool.statistics().lost["stale"] <= 20 - len(kept) or when == "while it runs"
@@ -299,7 +298,7 @@ def test_a_value_removed_before_it_was_written_is_acknowledged_with_its_removal(
     assert not change.outcomes
     device.automatic = True
     assert change.wait() is None
-    after = Driver(simulated_pool([device.crash()], clock_ms=Clock()))
+    after = reopened(device.crash())
     assert after.value(b"key") is None
     after.stop()
 
@@ -309,9 +308,8 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
 ) -> None:
     """Symptom: objects were absent after a start, without a counter or a log line."""
     pool, devices = start_pool()
-    for number in range(10):
-        pool.put(b"%d" % number, b"x" * 1000)
-    layout = pool.store._core.disks[0].volume.superblock.layout  # type: ignore[attr-defined]
+    pool.put_each(range(10), b"x" * 1000)
+    layout = pool.store._core.disks[0].volume.superblock.layout
     device = devices[0].restart()  # killed: a snapshot at the end would have made the log unneeded
     pool.stop()
     middle = max(number for number, _ in device.blocks() if number < layout.log_firsts[0] + layout.log_blocks) - 3
@@ -319,7 +317,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
         device.rot((middle - layout.log_firsts[0] + copy) * 4096 + 1000)
     torn = layout.log_firsts[1] + middle - 2 - layout.log_firsts[0]
     device.rot(torn * 4096 + 1000)
-    pool = Driver(simulated_pool([device], clock_ms=Clock()))
+    pool = reopened(device)
     present = sum(pool.peek(b"%d" % number) is not None for number in range(10))
     found = pool.statistics()
     assert 0 < present < 10
@@ -328,7 +326,7 @@ def test_objects_dropped_for_a_damaged_block_of_the_log_are_counted(
     assert f"objects_lost device=simulated0 unproven={found.lost_keys} unnamed=0 overlapping=0" in messages
     assert "log_repaired device=simulated0 blocks=1" in messages
     pool.stop()
-    pool = Driver(simulated_pool([device.restart()], clock_ms=Clock()))
+    pool = reopened(device.restart())
     assert not pool.statistics().lost, "counters are since the start"
 
 
@@ -339,13 +337,13 @@ def test_a_power_cut_at_the_start_does_not_drop_a_devices_objects() -> None:
         pool.put(b"%d" % number, b"%d" % number)
     pool.stop()
     for _ in range(3):  # once more before the other log has the session
-        devices = [disk.volume.device.restart() for disk in pool.store._core.disks]  # type: ignore[attr-defined]
-        pool = Driver(simulated_pool(devices, clock_ms=Clock()))
+        devices = [disk.volume.device.restart() for disk in pool.store._core.disks]
+        pool = reopened(*devices)
         devices[1].automatic = False
         for _ in range(8):
             pool.store.poll()
         devices = [device.crash(torn=False) for device in devices]
-        pool = Driver(simulated_pool(devices, clock_ms=Clock()))
+        pool = reopened(*devices)
         assert pool.keys() == {b"%d" % number for number in range(20)}
         devices[0].automatic = devices[1].automatic = False
 
@@ -362,7 +360,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
         ids.append(pool.call(pool.store.tenant, name))
         pool.put(b"secret of " + name.encode(), b"x", ids[-1])
         pool.stop()
-        devices[number] = pool.store._core.disks[0].volume.device.restart()  # type: ignore[attr-defined]
+        devices[number] = pool.store._core.disks[0].volume.device.restart()
     assert ids[0] == ids[1]
     pool = Driver(simulated_pool(devices, clock_ms=clock))
     # The later put is valid, with its tenant's value; one tenant never gets the other's object.
@@ -371,70 +369,12 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
     assert pool.statistics().lost["stale"] == 1
 
 
-class Oracle:
-    """Values that a read may return: for each key the changes in order, and when each became certain."""
-
-    def __init__(self) -> None:
-        self.done: dict[bytes, list[tuple[bytes | None, Change | None]]] = {}
-
-    def note(self, key: bytes, value: bytes | None, change: Change | None) -> None:
-        self.done.setdefault(key, [(None, None)]).append((value, change))
-
-    def now(self, key: bytes) -> bytes | None:
-        return self.done.get(key, [(None, None)])[-1][0]
-
-    def after_crash(self, pool: Driver) -> None:
-        """Check every key: the last acknowledged value, or a later change; during a replacement also no value.
-
-        A record may survive without its object: one flush covers data and record.
-        """
-        for key, done in self.done.items():
-            certain = max(
-                at for at, (_, change) in enumerate(done) if at == 0 or (change and change.outcomes == [None])
-            )
-            found = pool.value(key)
-            later = done[certain + 1 :]
-            assert found in [done[certain][0], *(value for value, _ in later)] or (found is None and later)
-            self.done[key] = [(found, None)]
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_crash_loses_no_acknowledged_change(seed: int) -> None:
-    chance, oracle, clock = random.Random(seed), Oracle(), Clock()
-    devices = [SimulatedDevice(8 * MIB, seed=seed * 10 + each, name=f"simulated{each}") for each in range(2)]
-    for _ in range(4):
-        pool = Driver(
-            simulated_pool(devices, options=[{"objects_max": 256}] * 2, clock_ms=clock, memory_budget_bytes=2 * MIB)
-        )
-        oracle.after_crash(pool)
-        for _ in range(60):
-            key = b"%d" % chance.randrange(25)
-            action = chance.random()
-            if action < 0.5:
-                value = b"%d" % chance.randrange(10**6) * chance.choice((10, 500, 9_000))
-                oracle.note(key, value, pool.put_soon(key, value))
-            elif action < 0.55:
-                pool.call(pool.store.remove, (0, key))
-                oracle.note(key, None, None)
-            elif action < 0.6:
-                pool.remove(key)  # wait for its completion
-                certain = Change(pool, None)
-                oracle.note(key, None, certain)
-            elif action < 0.9:
-                assert pool.value(key) == oracle.now(key)
-            elif action < 0.95:
-                drop_copies(pool)
-            else:
-                pool.store.poll()
-        devices = [device.crash() for device in devices]
-
-
 def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a step visited all free slots, possibly millions, with the lock held."""
     clock = Clock()
     device = SimulatedDevice(64 * MIB)
     pool = Driver(simulated_pool([device], options=[{"objects_max": 50_000}], clock_ms=clock, scrub_bytes_per_s=MIB))
-    core = pool.store._core  # type: ignore[attr-defined]
+    core = pool.store._core
     slots = [
         core.index.insert(0, number.to_bytes(32, "big"), device=MEMORY_ONLY, extent=0, length=1, now_s=1)
         for number in range(40_000)

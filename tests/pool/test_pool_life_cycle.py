@@ -4,7 +4,6 @@ import logging
 import select
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from machine import wait_for
@@ -12,26 +11,19 @@ from pool_support import (
     MIB,
     chunk,
     drop_copies,
+    entry_of,
     file_pool,
     key_of,
-    simulated_pool,
+    reopened,
     start_pool,
 )
-from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver, taken
 
-from shadowserve.pool.entries import PoolItem
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
-
-
-def again(devices: list[SimulatedDevice], **keys: Any) -> Driver:
-    keys.setdefault("clock_ms", Clock())
-    return Driver(simulated_pool([device.restart() for device in devices], **keys))
 
 
 def in_memory(driver: Driver, key: bytes) -> bool:
     item = driver.peek(key)
-    assert item is not None
     return item.value is not None
 
 
@@ -60,7 +52,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     before = pool.keys()
     pool.stop()
     clock.now_ms += 200
-    pool = again(devices, clock_ms=clock)
+    pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
     assert pool.keys() == before - {b"short"} and pool.keys(one) == {b"name"}
     assert pool.call(pool.store.tenant, "one") == one and pool.call(pool.store.tenant, "two") != one
     assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
@@ -69,7 +61,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     for number in range(20):
         assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
     item = pool.peek(b"long")
-    assert item is not None and item.expires_at_ms == clock.now_ms - 200 + 10**9
+    assert item.expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
 
 
@@ -113,8 +105,7 @@ def test_gets_of_one_object_share_one_read_and_the_copy_stays() -> None:
 
 def test_entries_read_twice_stay_in_memory_during_a_large_scan() -> None:
     pool, _ = start_pool(size=64 * MIB)
-    for number in range(200):
-        pool.put(b"%d" % number, b"x" * 100_000)
+    pool.put_each(range(200), b"x" * 100_000)
     drop_copies(pool)
     for _ in range(2):
         assert pool.value(b"7") is not None
@@ -144,7 +135,7 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
         assert len(devices[0].waiting) == begun - released % 8
     devices[0].automatic = True
     for key, reading in readings:
-        assert reading is not None and reading.wait() == values[key]
+        assert reading.wait() == values[key]
         reading.release()
 
 
@@ -153,10 +144,10 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     pool, devices = start_pool()
     pool.put(b"a", b"old" * 20_000)
     drop_copies(pool)
-    free = pool.store._core.disks[0].free_bytes  # type: ignore[attr-defined]
+    free = pool.store._core.disks[0].free_bytes
     devices[0].automatic = False
     reading = pool.open(b"a")
-    assert reading is not None and not reading.finished
+    assert not reading.finished
     later = None
     with pool.lock:
         if change in ("remove", "make way"):
@@ -164,7 +155,7 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
         elif change == "clear":
             pool.store.clear(None)
         elif change == "evict":
-            assert pool.store._space.evict(cause="budget")  # type: ignore[attr-defined]
+            assert pool.store._space.evict(cause="budget")
     if change == "put":
         later = pool.put_soon(b"a", b"new" * 20_000)
     elif change == "make way":  # another object takes its place in the index
@@ -175,7 +166,7 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
     assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
-    core = pool.store._core  # type: ignore[attr-defined]
+    core = pool.store._core
     disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
     assert core.arenas.used_bytes == core.memory_cache.copy_bytes + core.memory_cache.kept_bytes
@@ -185,7 +176,7 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
 
 def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
     pool, _ = start_pool()
-    core = pool.store._core  # type: ignore[attr-defined]
+    core = pool.store._core
     pool.pump(lambda: not pool.store.busy)
 
     def is_awake() -> bool:
@@ -203,7 +194,7 @@ def test_poll_resets_a_wake_and_the_next_one_counts() -> None:
 
 def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evicted_first() -> None:
     pool, _ = start_pool(options=[{"objects_max": 1}])
-    disk = pool.store._core.disks[0]  # type: ignore[attr-defined]
+    disk = pool.store._core.disks[0]
     free = disk.volume.free_blocks
     for settles in (True, False, False, True):
         changes = [pool.put_soon(b"a", b"%d" % number * 20_000) for number in range(3)]
@@ -218,21 +209,18 @@ def test_the_only_object_that_a_device_may_hold_is_overwritten_without_being_evi
 
 def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed_once() -> None:
     pool, _ = start_pool(2)
-    disks = pool.store._core.disks  # type: ignore[attr-defined]
+    disks = pool.store._core.disks
     free = [disk.volume.free_blocks for disk in disks]
     homes: dict[int, list[bytes]] = {0: [], 1: []}
     for number in range(4):
         key = b"%d" % number
         pool.put(key, b"x" * 20_000)
-        item = pool.peek(key)
-        assert isinstance(item, PoolItem)
-        homes[item.entry.device].append(key)
+        homes[entry_of(pool, key).device].append(key)
     number, (pinned, key, *_) = max(homes.items(), key=lambda home: len(home[1]))
     pool.pin(pinned, 1 << 40)
     disks[number].set_budget(None, 1)  # so the device must drop its objects
     pool.put(key, b"y" * 20_000)
-    item = pool.peek(key)
-    assert isinstance(item, PoolItem) and item.entry.device == 1 - number and pool.value(key) == b"y" * 20_000
+    assert entry_of(pool, key).device == 1 - number and pool.value(key) == b"y" * 20_000
     for number in range(4):
         pool.remove(b"%d" % number)
     pool.pump(lambda: not pool.store.busy and not any(disk.is_freeing for disk in disks))
@@ -250,9 +238,9 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     devices[0].automatic = True
     assert change.wait() is None
     pool.settle(pool.call(pool.store.barrier))
-    pool = again(devices, clock_ms=clock)
+    pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
     item = pool.peek(b"a")
-    assert item is not None and item.expires_at_ms == clock.now_ms + 10**8
+    assert item.expires_at_ms == clock.now_ms + 10**8
     assert pool.statistics().pinned_keys == 1
 
 
@@ -263,14 +251,13 @@ def test_second_hit_admission_writes_entries_that_are_read() -> None:
         assert pool.put_soon(b"%d" % number, b"x" * 1000).outcomes == [None]  # in memory, and done
     assert pool.statistics().held_back == 10 and pool.statistics().devices[0].objects == 0
     assert pool.value(b"3") == b"x" * 1000
-    pool.pump(lambda: not pool.store.busy)  # type: ignore[attr-defined]
+    pool.pump(lambda: not pool.store.busy)
     assert pool.statistics().devices[0].objects == 1
-    for number in range(10, 3000):  # more than the memory holds
-        pool.put(b"%d" % number, b"x" * 1000)
+    pool.put_each(range(10, 3000), b"x" * 1000)  # more than the memory holds
     assert pool.peek(b"0") is None
     pool.put(b"0", b"y" * 1000)  # the key exists, so it is written at once
     assert pool.statistics().devices[0].objects == 2
-    pool = again(devices, admission="second_hit")
+    pool = reopened(*(device.restart() for device in devices), admission="second_hit")
     assert pool.value(b"3") == b"x" * 1000 and pool.value(b"0") == b"y" * 1000 and pool.count() == 2
 
 
@@ -289,12 +276,11 @@ def test_a_full_device_evicts_in_time_and_loses_nothing_else(policy: str) -> Non
 
 
 def test_a_device_full_of_pinned_objects_refuses() -> None:
-    clock = Clock()
-    pool, _ = start_pool(size=6 * MIB, clock_ms=clock, options=[{"objects_max": 64}])
+    pool, _ = start_pool(size=6 * MIB, options=[{"objects_max": 64}])
     with pytest.raises(OutOfBudgetError, match="pinned|may be evicted"):
         for number in range(100):
             pool.put(b"%d" % number, b"x" * 200_000)
-            pool.pin(b"%d" % number, clock.now_ms + 10**6)
+            pool.pin(b"%d" % number, pool.clock.now_ms + 10**6)
     assert pool.value(b"0") == b"x" * 200_000
 
 
@@ -340,7 +326,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
     drop_copies(pool)
     readings = [pool.open(key_of(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
-        assert reading is not None and reading.wait() == bytes([number]) * 1_000_000
+        assert reading.wait() == bytes([number]) * 1_000_000
         reading.release()
     assert pool.statistics().evicted_keys == 0
 
@@ -348,9 +334,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
 def test_colliding_keys_are_never_confused() -> None:
     pool, _ = start_pool()
     pool.put(b"name", b"by name")
-    item = pool.peek(b"name")
-    assert isinstance(item, PoolItem)
-    forged = key_of(item.entry.key)  # the chunk whose name is the digest of that key
+    forged = key_of(entry_of(pool, b"name").key)  # the chunk whose name is the digest of that key
     assert pool.value(forged) is None and pool.value(b"name") == b"by name"
     pool.put(forged, b"by digest")
     assert pool.value(forged) == b"by digest" and pool.value(b"name") is None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pool_support import disks_of, entry_of, simulated_pool, start_pool
+from pool_support import disks_of, entry_of, reopened, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -52,7 +52,7 @@ def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
 def survive_nothing(*disks: Disk) -> None:
     """Simulate a power cut that loses all unflushed writes."""
     for disk in disks:
-        device_of(disk).crash = _cut(device_of(disk))  # type: ignore[method-assign]
+        device_of(disk).crash = _cut(device_of(disk))
 
 
 def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
@@ -154,22 +154,21 @@ def test_a_returning_device_drops_nothing_of_the_others() -> None:
     first = home_of(pool)
     second = disks_of(pool)[1 - first.number]
     avoid(pool, second)
-    for number in range(20):
-        pool.put(b"%d" % number, b"x")
+    pool.put_each(range(20), b"x")
     pool.put(KEY, b"old again")
     pool.stop()
     away, here = device_of(first).restart(), device_of(second).restart()
-    pool = Driver(simulated_pool([here], clock_ms=Clock()))
+    pool = reopened(here)
     pool.put(KEY, b"new")
     pool.stop()
     here = device_of(disks_of(pool)[0]).restart()
     for devices in ([away, here], [here, away]):
-        pool = Driver(simulated_pool([device.copy() for device in devices], clock_ms=Clock()))
+        pool = reopened(*(device.copy() for device in devices))
         assert pool.value(KEY) == b"new"
         assert pool.remove(KEY)
         pool.stop()
         again = [device_of(disk).restart() for disk in disks_of(pool)]
-        pool = Driver(simulated_pool(again, clock_ms=Clock()))
+        pool = reopened(*again)
         assert pool.value(KEY) is None
         pool.stop()
 
@@ -213,7 +212,7 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     elif between == "a value on its way":
         admission.policy = "all"
         changes.append(pool.put_soon(KEY, b"newer"))
-    admission.admits = lambda tenant, key: False  # type: ignore[method-assign]
+    admission.admits = lambda tenant, key: False
     changes += [pool.put_soon(KEY, value) for value in (b"new", b"newest")]
     for _ in range(8):
         pool.store.poll()

@@ -95,8 +95,7 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
     small, large = SimulatedDevice(6 * MIB, name="small"), SimulatedDevice(DEVICE_BYTES, name="large")
     pool = Driver(simulated_pool([small, large], options=[{"objects_max": 64}, {}], clock_ms=Clock()))
     pool.call(pool.store.follow, configuration(devices=[{"path": "small", "bytes_max": MIB}]))
-    for number in range(40):
-        pool.put(b"%d" % number, b"x" * 100_000)
+    pool.put_each(range(40), b"x" * 100_000)
     used = {device.name: device for device in pool.statistics().devices}
     assert used["small"].used_bytes <= MIB and used["large"].objects >= 20
     with pytest.raises(ConfigurationError, match="no device"):
@@ -108,8 +107,7 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     options = [{"write_bytes_per_day": 1 * MIB}, {}]
     given = simulated_devices(2)
     pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
-    for number in range(60):
-        pool.put(b"%d" % number, b"x" * 60_000)
+    pool.put_each(range(60), b"x" * 60_000)
     first, second = pool.statistics().devices
     assert first.objects < 16 < second.objects and first.wear_refused and first.written_today_bytes <= 2 * MIB
     pool.stop()
@@ -120,8 +118,7 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     pool.put(b"more", b"x" * 60_000)
     assert home_of(pool, b"more") == 1
     clock.now_ms += 24 * 3600 * 1000
-    for number in range(4):
-        pool.put(b"tomorrow%d" % number, b"x" * 60_000)
+    pool.put_each(range(4), b"x" * 60_000, name=b"tomorrow")
     assert {home_of(pool, b"tomorrow%d" % number) for number in range(4)} == {0, 1}
 
 
@@ -130,7 +127,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     clock = Clock()
     pool = Driver(simulated_pool(given, clock_ms=clock))
     pool.put(b"before", b"x" * 10_000)
-    data = pool.store._core.disks[0].volume.superblock.layout.data_first  # type: ignore[attr-defined]
+    data = pool.store._core.disks[0].volume.superblock.layout.data_first
     given[0].fail(OperationKind.WRITE, first_block=data, times=1)
     given[1].fail(OperationKind.WRITE, first_block=data, times=0)
     failed = [pool.put_soon(b"%d" % number, b"x" * 10_000).wait() for number in range(2)]
@@ -142,8 +139,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
     clock.now_ms += 2_000
-    for number in range(10):
-        pool.put(b"trusted%d" % number, b"x" * 10_000)
+    pool.put_each(range(10), b"x" * 10_000, name=b"trusted")
     assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
 
 

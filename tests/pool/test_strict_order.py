@@ -24,7 +24,7 @@ def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for number in range(COUNT):
         pool.put(b"%d" % number, value(number))
     drop_copies(pool)
-    device = pool.store._core.disks[0].volume.device  # type: ignore[attr-defined]
+    device = pool.store._core.disks[0].volume.device
     done: list[Operation] = []
     completed = device.completed
 

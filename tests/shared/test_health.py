@@ -145,7 +145,7 @@ def test_metrics_that_nobody_reads_and_checks_that_take_long_keep_no_probe_waiti
             go_on.wait(WAIT_MAX_S)
             return iter(())
 
-    registry.register(Large())  # type: ignore[arg-type]
+    registry.register(Large())
     endpoint = Endpoint("127.0.0.1", 0, registry, health=lambda: [Check("loop", True, "answers")], ready=list)
     held = []
     try:

@@ -347,7 +347,7 @@ def test_a_tail_has_a_link_of_its_own_tokens_and_of_all_before_them() -> None:
     text = b"shadowserve tail 2\0" + links[1] + np.arange(16, 20, dtype="<u4").tobytes() + struct.pack("<I", 0)
     definition = hashlib.sha256(text).digest()[:24] + links[0][24:]
     assert link(tokens, 4) == definition, "the definition is frozen"
-    assert link(tokens[:20], 4) == link(np.array(tokens), 4) == link(tokens, 4)  # type: ignore[arg-type]
+    assert link(tokens[:20], 4) == link(np.array(tokens), 4) == link(tokens, 4)
     image = Input(17, 2, bytes(32))
     others = [
         link(tokens, 5),

@@ -40,17 +40,17 @@ def machine(tmp_path: Path) -> Path:
 )
 def test_the_least_limit_of_all_control_groups_holds(machine: Path, file: str, size: int) -> None:
     limit = memory_limit(machine)
-    assert limit is not None and limit.size == 24 * GIB and "this machine" in limit.what
+    assert limit.size == 24 * GIB and "this machine" in limit.what
     write(machine, file, str(size * GIB))
     limit = memory_limit(machine)
-    assert limit is not None and limit.size == size * GIB and f"/{file}" in limit.what
+    assert limit.size == size * GIB and f"/{file}" in limit.what
 
 
 def test_a_control_group_of_another_controller_does_not_count(machine: Path) -> None:
     write(machine, "proc/self/cgroup", "4:cpu:/a/b")
     write(machine, "sys/fs/cgroup/memory/a/b/memory.limit_in_bytes", "1")
     limit = memory_limit(machine)
-    assert limit is not None and limit.size == 24 * GIB
+    assert limit.size == 24 * GIB
 
 
 def test_a_budget_beyond_the_machine_is_refused_with_its_keys(machine: Path) -> None:

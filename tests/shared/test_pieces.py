@@ -31,7 +31,7 @@ def test_a_set_of_a_list_of_another_length_is_refused(data: bytes, count: int) -
 
 @given(st.integers(1, 6), st.integers(1, 20), st.data())
 def test_leading_chunks_and_leading_layers_follow_from_one_set(layers: int, chunks: int, data: st.DataObject) -> None:
-    def drawn() -> np.ndarray:  # type: ignore[type-arg]
+    def drawn() -> np.ndarray:
         members = data.draw(st.lists(st.booleans(), min_size=layers * chunks, max_size=layers * chunks))
         return np.array(members, np.bool_).reshape(layers, chunks)
 

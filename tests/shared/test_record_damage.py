@@ -181,7 +181,7 @@ OTHER_LAYOUTS = {
 
 @pytest.mark.parametrize("name", list(vars(make_layout())))
 def test_a_record_that_differs_in_anything_is_a_mismatch_that_names_it(name: str) -> None:
-    layout = replace(make_layout(), **OTHER_LAYOUTS[name])  # type: ignore[arg-type]
+    layout = replace(make_layout(), **OTHER_LAYOUTS[name])
     with pytest.raises(MismatchError, match=name):
         decode(make_record(layout), KEY, make_layout())
 

@@ -361,7 +361,7 @@ def test_any_values_survive_a_round_trip_in_any_split(values: list[Value], step:
 def test_any_commands_survive_a_round_trip_in_any_split(commands: list[list[bytes]], step: int) -> None:
     data = b"".join(encode_command(*words) for words in commands)
     found = read_all(CommandReader(Limits(large_bulk_bytes=16)), data, step)
-    assert [[bytes(word) for word in words] for words in found] == commands  # type: ignore[attr-defined]
+    assert [[bytes(word) for word in words] for words in found] == commands
 
 
 def outcome(reader: ReplyReader | CommandReader, data: bytes, step: int) -> tuple[list[str], str | None]:

@@ -151,7 +151,7 @@ def test_the_page_is_served_whole_with_headers_that_let_nothing_foreign_in(endpo
 
 def test_many_pages_cost_one_summary_a_second() -> None:
     made: list[int] = []
-    page = Page(lambda: made.append(1) or [])  # type: ignore[func-returns-value]
+    page = Page(lambda: made.append(1) or [])
     for _ in range(20):
         assert page.answer("/summary.json") == ("application/json", b'{"programs": []}')
     assert len(made) < 20

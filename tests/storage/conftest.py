@@ -4,6 +4,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,10 +31,10 @@ def start() -> Iterator[Start]:
 def start_tenants(start: Start, tmp_path: Path) -> Start:
     """Start servers with an operator and users of three tenants; login() authenticates them."""
 
-    def start_child(*flags: str, users: str = USERS) -> Child:
+    def start_child(*flags: str, users: str = USERS, **more: Any) -> Child:
         file = tmp_path / "users.acl"
         file.write_text(users)
-        return start("--users-file", str(file), *flags)
+        return start("--users-file", str(file), *flags, **more)
 
     return start_child
 

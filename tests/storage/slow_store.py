@@ -21,7 +21,6 @@ class Away(Item):
     __slots__ = ("bytes_",)
 
     def __init__(self, found: Item) -> None:
-        assert found.value is not None
         self.length, self.header_bytes, self.expires_at_ms = found.length, found.header_bytes, found.expires_at_ms
         self.value = None
         self.bytes_ = bytes(found.value)

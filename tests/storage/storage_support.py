@@ -1,7 +1,6 @@
 """Helpers of the storage tests: servers as child processes, a plain client, and records."""
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -10,12 +9,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from faulty_s3 import BUCKET
-from machine import NEVER_S, WAIT_MAX_S, free_port, wait_for
+from machine import NEVER_S, WAIT_MAX_S, free_port, http_get, wait_for
 from preloaded import Preloaded
 
 from shadowserve import native, record
@@ -23,7 +22,7 @@ from shadowserve.chunk import TOKENS_MAX, ChunkLayout, DType, Quantizer
 from shadowserve.clock import wall_clock_ms
 from shadowserve.keys import storage_key
 from shadowserve.pool.memory_pool import MemoryPool
-from shadowserve.resp import NEED_DATA, LargeBulk, ReplyReader, Value, encode_command
+from shadowserve.resp import NEED_DATA, ErrorReply, LargeBulk, ReplyReader, encode_command
 from storage_kv.access.users import Users
 from storage_kv.commands import BY_FULL_NAME
 from storage_kv.config import StorageConfig
@@ -57,7 +56,6 @@ class Child:
         self._clients: list[Client] = []
         self._log_reader = threading.Thread(target=self._read_log, daemon=True)
         self._log_reader.start()
-        assert self.process.stdout is not None
         self.ready_line = self.process.stdout.readline()
         if not self.ready_line.startswith("ready "):
             self.kill()
@@ -65,7 +63,6 @@ class Child:
         self.port = int(self.ready_line.rpartition(":")[2])
 
     def _read_log(self) -> None:
-        assert self.process.stderr is not None
         for line in self.process.stderr:
             self.log.append(line.rstrip())
 
@@ -109,10 +106,7 @@ class Child:
 
     def http(self, path: str) -> tuple[int, str]:
         """Return status and text of a GET from the HTTP endpoint."""
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=TIMEOUT_S)) as asked:
-            asked.request("GET", path)
-            response = asked.getresponse()
-            return response.status, response.read().decode()
+        return http_get(self.metrics_port, path)
 
     def samples(self) -> dict[str, float]:
         """Return the metrics by name with labels."""
@@ -154,7 +148,7 @@ class Client:
     def send(self, *arguments: bytes | str | int | memoryview) -> None:
         self.socket.sendall(encode_command(*arguments))
 
-    def receive(self) -> Value:
+    def receive(self) -> Any:
         """Return the next reply. Bulks received in place are returned as bytes."""
         while True:
             event = self._reader.next_value()
@@ -173,9 +167,25 @@ class Client:
             if size == 0:
                 raise EOFError("the server closed the connection")
 
-    def call(self, *arguments: bytes | str | int | memoryview) -> Value:
+    def call(self, *arguments: bytes | str | int | memoryview) -> Any:
         self.send(*arguments)
         return self.receive()
+
+    def calls(self, *commands: Sequence[bytes | str | int | memoryview]) -> list[Any]:
+        """Send all commands at once. Return the replies."""
+        self.socket.sendall(b"".join(encode_command(*command) for command in commands))
+        return [self.receive() for _ in commands]
+
+    def refused(self, *arguments: bytes | str | int | memoryview) -> ErrorReply:
+        """Return the error that is the reply to a command."""
+        reply = self.call(*arguments)
+        assert isinstance(reply, ErrorReply), reply
+        return reply
+
+    def store(self, records: Iterable[tuple[bytes, bytes]]) -> None:
+        """Store values by key in one pipeline, as a data plane does."""
+        commands = [("SET", *record) for record in records]
+        assert self.calls(*commands) == [b"OK"] * len(commands)
 
     def receive_raw(self, size: int) -> bytes:
         """Return ``size`` bytes, or fewer at the end of the stream."""
@@ -193,7 +203,6 @@ class Client:
 
     def info(self, section: str = "everything") -> dict[str, str]:
         text = self.call("INFO", section)
-        assert isinstance(text, bytes)
         return dict(line.split(":", 1) for line in text.decode().split("\r\n") if ":" in line)
 
     def close(self) -> None:

@@ -30,8 +30,7 @@ def test_the_state_of_a_bucket_is_shown_before_during_and_after_an_outage(faulty
     """Symptom: neither output contained the faulty."""
     child = start_node()
     client = child.client()
-    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
-        client.call("SET", key, value)
+    client.store(zip(CHAIN.keys, CHAIN.values, strict=True))
     wait_for(lambda: client.info("s3")["records"] == "4")
     assert child.http("/readyz")[0] == 200
     assert "ok bucket: reachable: 4 records in" in child.http("/readyz")[1]
@@ -73,10 +72,8 @@ def test_a_bucket_that_was_never_listed_is_shown_as_such(faulty: FaultyS3, start
 
 def test_foreign_objects_are_left_alone_counted_and_logged_once(faulty: FaultyS3, start_node: Start) -> None:
     """Symptom: with one such name the node found no records, and FLUSHALL failed."""
-    child = start_node()
-    client = child.client()
-    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
-        client.call("SET", key, value)
+    client = start_node().client()
+    client.store(zip(CHAIN.keys, CHAIN.values, strict=True))
     wait_for(lambda: client.info("s3")["records"] == "4")
     faulty.objects |= {f"shadowserve/{name}": b"x" for name in ODD}
     again = start_node()

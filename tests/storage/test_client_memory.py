@@ -71,8 +71,7 @@ def test_the_budget_holds_and_memory_returns_to_the_system(start: Start) -> None
 
 
 def test_a_value_larger_than_the_budget_is_refused_with_redis_text(start: Start) -> None:
-    child = start("--memory-budget-bytes", "16 MiB")
-    with child.client() as client:
+    with start("--memory-budget-bytes", "16 MiB").client() as client:
         client.call("SET", "a", "stays")
         refusal = b"OOM command not allowed when used memory > 'maxmemory'."
         assert client.call("SET", "large", memoryview(LARGE)[: 16 * MIB]) == refusal
@@ -195,7 +194,7 @@ def test_a_refused_argument_is_dropped_and_the_connection_continues(start: Start
         for command in (("GET", long), ("SET", long, "x"), ("SET", "a", "x", "EX", long), ("DEL", "a", long, long, "b"),
                         (long,), ("NOSUCH", long), ("MSET", long, "x")):  # fmt: skip
             assert client.call(*command) == refused, command[0][:10]
-        assert bytes(client.call("SET", "a", bytes(65 * MIB))).startswith(b"OOM a value of ")  # type: ignore[arg-type]
+        assert bytes(client.call("SET", "a", bytes(65 * MIB))).startswith(b"OOM a value of ")
         client.socket.sendall(encode_command("GET", long) * 3 + encode_command("PING"))
         assert [client.receive() for _ in range(4)] == [refused] * 3 + [b"PONG"]
         assert client.call("SET", "a", bytes(30 * MIB)) == b"OK" and client.call("STRLEN", "a") == 30 * MIB
@@ -249,7 +248,6 @@ def test_unauthenticated_clients_use_little_memory(start: Start) -> None:
 
         def waiting() -> list[int]:
             listed = client.call("CLIENT", "LIST")
-            assert isinstance(listed, bytes)
             sizes = [int(line.partition(b" omem=")[2].split()[0]) for line in listed.splitlines()]
             return [size for size in sizes if size]
 
@@ -273,8 +271,7 @@ def test_slow_readers_are_closed_when_others_need_their_memory(tenants: Child) -
 
 
 def test_values_of_500_mib_and_long_pipelines_still_pass(start: Start) -> None:
-    child = start()
-    with child.client() as client:
+    with start().client() as client:
         value = bytes(500 * MIB)
         assert client.call("SET", "a", value) == b"OK" and client.call("STRLEN", "a") == len(value)
         del value

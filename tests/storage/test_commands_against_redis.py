@@ -143,7 +143,7 @@ class Generator:
     def grammar(self) -> dict[str, Callable[[], Command]]:
         key, one_of = self.key, self.one_of
         expiring = {
-            name: (lambda numbers=numbers: [key(), one_of(numbers), *self.conditions()])  # type: ignore[misc]
+            name: (lambda numbers=numbers: [key(), one_of(numbers), *self.conditions()])
             for name, numbers in (
                 ("expire", DURATIONS),
                 ("pexpire", DURATIONS),
@@ -292,7 +292,7 @@ def value_of(reply: bytes) -> Value:
     reader.feed(reply)
     value = reader.next_value()
     assert value is not NEED_DATA
-    return value  # type: ignore[return-value]
+    return value
 
 
 def compared(command: Command, reply: bytes) -> object:
@@ -313,17 +313,17 @@ def compared(command: Command, reply: bytes) -> object:
     if name == b"scan" and isinstance(value, list):
         assert isinstance(value[0], bytes) and value[0].isdigit() and isinstance(value[1], list)
         whole = len(command) > 3 and command[1] == b"0" and b"100000" in command
-        return (value[0], set(value[1])) if whole else (type(value), len(value))  # type: ignore[arg-type]
+        return (value[0], set(value[1])) if whole else (type(value), len(value))
     if name == b"dbsize":
         return type(value)
     if name == b"keys" and isinstance(value, list):
-        return sorted(value)  # type: ignore[type-var]
+        return sorted(value)
     if name in (b"ttl", b"pttl", b"expiretime", b"pexpiretime") and isinstance(value, int) and value > 0:
         return round(value, -4 if name in (b"ttl", b"expiretime") else -7)  # hours
     if name == b"hello" and isinstance(value, (Map, list)):
         return [reply[:1], *(word for word in value if not isinstance(word, int) or word in (2, 3))]
     if name == b"config" and isinstance(value, (Map, list)):
-        return [reply[:1], *sorted(zip(value[::2], value[1::2], strict=True))]  # type: ignore[type-var]
+        return [reply[:1], *sorted(zip(value[::2], value[1::2], strict=True))]
     return reply
 
 
@@ -378,7 +378,7 @@ def test_generated_commands_are_answered_as_redis_answers_them(
 def test_the_grammar_has_every_command_that_both_servers_have(shared_server: Child, redis_port: int) -> None:
     generated = Generator(0).grammar()
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
-        mine, his = (set(client.call("COMMAND", "LIST")) for client in (ours, theirs))  # type: ignore[arg-type]
+        mine, his = (set(client.call("COMMAND", "LIST")) for client in (ours, theirs))
     containers = {name.partition(b"|")[0] for name in mine if b"|" in name} - {b"command"}
     both = {name.decode() for name in (mine & his) - containers}
     assert {"getex", "client|kill", "exec"} <= both
@@ -488,12 +488,10 @@ def test_command_table_agrees_with_redis(shared_server: Child, redis_port: int) 
     with Child.client(shared_server) as ours, Client(redis_port) as theirs:
         for protocol in (2, 3):
             names = ours.call("COMMAND", "LIST")
-            assert isinstance(names, list)
-            rows = [client.call("COMMAND", "INFO", *names) for client in (ours, theirs)]  # type: ignore[arg-type]
+            rows = [client.call("COMMAND", "INFO", *names) for client in (ours, theirs)]
             assert all(isinstance(found, list) for found in rows)
             compared = 0
-            for name, row, other in zip(names, *rows, strict=True):  # type: ignore[call-overload, arg-type]
-                assert isinstance(name, bytes)
+            for name, row, other in zip(names, *rows, strict=True):
                 if other is None:
                     assert name.startswith(b"kv.") or name == b"client|setinfo"  # that is of Redis 7.2
                     continue
@@ -523,7 +521,7 @@ def test_killed_clients_disappear_from_client_list_at_once(shared_server: Child,
                     + encode_command("INFO", "clients")
                 )
                 killed, listed, info = killer.receive(), killer.receive(), killer.receive()
-                assert isinstance(killed, int) and isinstance(listed, bytes) and isinstance(info, bytes)
+                assert isinstance(listed, bytes) and isinstance(info, bytes)
                 connected = int(info.partition(b"connected_clients:")[2].split()[0])
                 return killed >= len(clients), listed.count(b"name=killed-"), connected
         finally:

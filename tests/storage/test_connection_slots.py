@@ -46,8 +46,7 @@ def test_clients_that_do_not_authenticate_in_time_are_closed(start: Start) -> No
 
 
 def test_a_slow_unauthenticated_client_is_closed_too(start: Start) -> None:
-    child = start("--authentication-timeout-s", "1", environment=LOGIN)
-    with child.client() as client, pytest.raises(ConnectionError):
+    with start("--authentication-timeout-s", "1", environment=LOGIN).client() as client, pytest.raises(ConnectionError):
         client.socket.settimeout(0.05)
         client.socket.sendall(b"*2\r\n$4\r\nAUTH\r\n$16000\r\n")
         for _ in range(10_000):
@@ -96,10 +95,9 @@ def test_a_tenant_has_its_share_of_slots(start_tenants: Start) -> None:
     assert third is not None, "two tenants at their limits must not lock out a third"
     third.close()
     first = of_ann[0]
-    assert first is not None and first.call("AUTH", "ann", "a") == b"OK", "a connected client keeps its slot"
+    assert first.call("AUTH", "ann", "a") == b"OK", "a connected client keeps its slot"
     assert first.call("AUTH", "bob", "b") == b"ERR max number of clients of this tenant reached"
     second = of_ann[1]
-    assert second is not None
     second.close()
     wait_for(lambda: comes_in("ann", "a"))
 

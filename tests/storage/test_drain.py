@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from click.testing import CliRunner
 from cold_support import CREDENTIALS, Chain
 from faulty_s3 import FaultyS3
 from machine import wait_for
-from storage_support import Child, Client, Start, bucket_flags, login, make_record
+from storage_support import Child, Start, bucket_flags, login, make_record
 
 from shadowserve.placement import Placement, partition_of
 from shadowserve_tools import main
@@ -27,11 +26,6 @@ def drained(node: Child, *others: str) -> tuple[int, dict[str, Any]]:
     return done.exit_code, json.loads(done.stdout)
 
 
-def store(client: Client, records: Iterable[tuple[bytes, bytes]]) -> None:
-    for key, value in records:
-        assert client.call("SET", key, value) == b"OK"
-
-
 def counts(found: dict[str, Any], *names: str) -> list[int]:
     return [found[name] for name in names]
 
@@ -40,7 +34,7 @@ def test_records_are_on_the_next_choices_and_a_second_run_copies_what_is_new(sta
     nodes = [start(), start(), start()]
     old, *clients = [node.client() for node in nodes]
     keys = list(RECORDS)
-    store(old, RECORDS.items())
+    old.store(RECORDS.items())
     assert old.call("PEXPIREAT", keys[0], 1 << 42) == 1
     assert old.call("SET", "plain", "value") == b"OK"
     weights = {f"127.0.0.1:{nodes[0].port}": 1.0, f"127.0.0.1:{nodes[1].port}": 2.0, f"127.0.0.1:{nodes[2].port}": 1.0}
@@ -67,7 +61,7 @@ def test_what_the_bucket_has_is_prefetched_and_the_rest_is_copied(start: Start, 
     flags = bucket_flags(faulty.endpoint, write="at_once")
     old = start(*flags, environment=CREDENTIALS)
     client = old.client()
-    store(client, zip(CHAIN.keys, CHAIN.values, strict=True))
+    client.store(zip(CHAIN.keys, CHAIN.values, strict=True))
     wait_for(lambda: client.info("s3")["records"] == "40")
     new = start(*flags, environment=CREDENTIALS)
     target = new.client()
@@ -80,7 +74,7 @@ def test_what_the_bucket_has_is_prefetched_and_the_rest_is_copied(start: Start, 
 def test_the_node_itself_by_another_name_is_no_member_that_stays(start: Start) -> None:
     """Otherwise all its records would count as present, and would be lost with it."""
     node, other = start(), start()
-    store(node.client(), RECORDS.items())
+    node.client().store(RECORDS.items())
     command = ["drain", f"127.0.0.1:{node.port}", f"localhost:{node.port},127.0.0.1:{other.port}"]
     done = CliRunner().invoke(main, command)
     assert done.exit_code == 2 and "is the node itself" in done.output
@@ -89,9 +83,9 @@ def test_the_node_itself_by_another_name_is_no_member_that_stays(start: Start) -
 def test_a_record_that_is_refused_keeps_no_other_from_its_copy(start: Start) -> None:
     node, small = start(), start("--memory-budget-bytes", "1 MiB")
     client = node.client()
-    store(client, RECORDS.items())
+    client.store(RECORDS.items())
     large = make_record(b"k" * 32, body_bytes=2 << 20)
-    store(client, [large])
+    client.store([large])
     code, found = drained(node, f"127.0.0.1:{small.port}")
     assert code == 1 and counts(found, "copied", "failed") == [40, 1]
     assert len(found["errors"]) == 1 and "refused SET" in found["errors"][0]
@@ -99,7 +93,7 @@ def test_a_record_that_is_refused_keeps_no_other_from_its_copy(start: Start) -> 
 
 def test_the_result_counts_what_was_copied_before_the_node_ended(start: Start) -> None:
     node, other = start(), start()
-    store(node.client(), RECORDS.items())
+    node.client().store(RECORDS.items())
     copy = StorageClient.call
 
     def call(client: StorageClient, *arguments: str | bytes) -> Any:
@@ -117,7 +111,7 @@ def test_the_result_counts_what_was_copied_before_the_node_ended(start: Start) -
 def test_tenants_whose_records_are_not_copied_are_counted(start: Start, start_tenants: Start) -> None:
     node, other = start_tenants(), start()
     for user in ("ann", "bob"):
-        store(login(node, user), RECORDS.items())
+        login(node, user).store(RECORDS.items())
     command = ["drain", f"127.0.0.1:{node.port}", f"127.0.0.1:{other.port}", "--user", "root", "--password", "r"]
     done = CliRunner().invoke(main, command)
     assert "has records of 2 other tenants" in done.output

@@ -1,8 +1,9 @@
 """KV.LAYERS of large records that are on a device or in a bucket: layers are sent while later ones are read."""
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from cold_support import CREDENTIALS
 from faulty_s3 import LIES, Answer, Asked, FaultyS3
 from machine import wait_for
 from slow_store import Served
-from storage_support import Client, Start, bucket_flags
+from storage_support import Child, Client, Start, bucket_flags
 from test_layers import LAYERS, check, layer_of, lent, pieces, record_of, stored
 
 from shadowserve import record
@@ -25,6 +26,7 @@ from storage_kv.layer_stream import Stream
 MIB = 1 << 20
 LARGE = {"layer_bytes": MIB}
 """Four layers of 1 MiB: the least part of an ordered read, so each layer is a part."""
+ColdNode = Callable[..., tuple[Child, Client, dict[bytes, bytes]]]
 Restarted = Callable[..., tuple[Client, dict[bytes, bytes]]]
 
 
@@ -46,6 +48,47 @@ def restarted(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> R
         client = start("--memory-budget-bytes", memory, *below, environment=CREDENTIALS).client()
         wait_for(lambda: request.param == "device" or client.info("s3")["records"] == str(count))
         return client, records
+
+    return start_node
+
+
+@contextlib.contextmanager
+def asked_far(
+    count: int, wanted: str = "0-3", config: dict[str, Any] | None = None, **record_options: int
+) -> Iterator[tuple[Served, Client, dict[bytes, bytes]]]:
+    """A server, and a client that waits for layers of records that are not in memory. At the end nothing is held."""
+    with Served(**({"memory_budget_bytes": 16 * MIB} if config is None else config)) as server:
+        client = server.client()
+        records = stored(client, count, **(LARGE | record_options))
+        server.store.away = True
+        client.send("KV.LAYERS", wanted, 0, 0, *records)
+        server.wait_for_reads(count)
+        yield server, client, records
+        wait_for(lambda: lent(server.client()) == 0 and server.store.leases == 0)
+
+
+def replace_record(server: Served, key: bytes, *, away: bool) -> None:
+    """Store another record under a key, as if the first had been evicted."""
+    value = record_of(int(key.removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
+    with server.server.node.lock:
+        server.store.remove((DEFAULT_TENANT, key))
+        server.store.put((DEFAULT_TENANT, key), value, header_bytes=record.parse_header(value).header_length)
+        server.store.away = away
+
+
+@pytest.fixture
+def cold_node(start: Start, faulty: FaultyS3) -> ColdNode:
+    """Start a node that knows records which only the bucket has."""
+    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
+
+    def start_node(count: int, memory: str = "64 MiB", *flags: str) -> tuple[Child, Client, dict[bytes, bytes]]:
+        first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
+        records = stored(first, count, **LARGE)
+        wait_for(lambda: first.info("s3")["records"] == str(count))
+        child = start("--memory-budget-bytes", memory, *bucket, *flags, environment=CREDENTIALS)
+        client = child.client()
+        wait_for(lambda: client.info("s3")["records"] == str(count))
+        return child, client, records
 
     return start_node
 
@@ -93,15 +136,10 @@ def first_layers(asked: list[bytes], records: dict[bytes, bytes], layers: int) -
 
 @pytest.mark.parametrize("fate", ["slow", "broken", "absent", "same_length"])
 def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
-    faulty: FaultyS3, start: Start, fate: str
+    faulty: FaultyS3, cold_node: ColdNode, fate: str
 ) -> None:
-    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
-    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
-    records = stored(first.client(), 3, **LARGE)
+    _, client, records = cold_node(3)
     asked = list(records)
-    wait_for(lambda: first.client().info("s3")["records"] == "3")
-    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
-    wait_for(lambda: client.info("s3")["records"] == "3")
     read = threading.Event()
     places = {(name, body.find(records[key])): key for name, body in faulty.objects.items() for key in asked}
 
@@ -122,20 +160,16 @@ def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
     there = asked if fate == "slow" else [asked[0], asked[2]]
     for layer, bulk in enumerate(rest, 1):
         wanted = [layer_of(records[key], layer) if key in there else b"" for key in asked]
-        assert isinstance(bulk, bytes) and pieces(bulk, len(asked)) == wanted
+        assert pieces(bulk, len(asked)) == wanted
     wait_for(lambda: lent(client) == 0)
     assert client.info()["lost_values"] == str(len(asked) - len(there))
 
 
 def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_node(
-    faulty: FaultyS3, start: Start
+    faulty: FaultyS3, cold_node: ColdNode
 ) -> None:
-    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
-    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
-    [(key, value)] = stored(first.client(), 1, **LARGE).items()
-    wait_for(lambda: first.client().info("s3")["records"] == "1")
-    client = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
-    wait_for(lambda: client.info("s3")["records"] == "1")
+    _, client, records = cold_node(1)
+    [(key, value)] = records.items()
     read = threading.Event()
     [body] = faulty.objects.values()
     second = body.find(value) + MIB
@@ -148,39 +182,31 @@ def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_
 
 
 def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_another_record() -> None:
-    with Served(memory_budget_bytes=16 * MIB) as server:
-        store, client = server.store, server.client()
-        records = stored(client, 4, **LARGE)
+    with asked_far(4) as (server, client, records):
         asked = list(records)
-        store.away = True
 
         def finish_reads() -> None:
             server.wait_for_reads(4)
             for _ in asked:
-                store.finish_read()
+                server.store.finish_read()
 
-        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
         finish_reads()  # the headers
         finish_reads()
         begun = first_layers(asked, records, 1)
         assert client.receive_raw(len(begun)) == begun
         server.wait_for_reads(4)
-        value = record_of(int(asked[2].removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
-        with server.server.node.lock:
-            store.remove((DEFAULT_TENANT, asked[2]))
-            store.put((DEFAULT_TENANT, asked[2]), value, header_bytes=record.parse_header(value).header_length)
+        replace_record(server, asked[2], away=True)
         finish_reads()
-        second = [layer_of(records[key], 1) for key in asked]
-        assert pieces(bytes(client.receive()), 4) == second
+        wanted = [layer_of(records[key], 1) for key in asked]
+        assert pieces(bytes(client.receive()), 4) == wanted
         finish_reads()  # one of them of the other record, which is not read any more after that
-        second = [layer_of(records[key], 2) for key in asked]
-        second[2] = b""
-        assert pieces(bytes(client.receive()), 4) == second
+        wanted = [layer_of(records[key], 2) for key in asked]
+        wanted[2] = b""
+        assert pieces(bytes(client.receive()), 4) == wanted
         server.wait_for_reads(3)
         client.close()
         for _ in range(3):
-            store.finish_read()
-        wait_for(lambda: lent(server.client()) == 0 and store.leases == 0)
+            server.store.finish_read()
 
 
 def test_records_that_come_to_memory_after_they_were_added_up_are_sent_all_the_same(
@@ -204,80 +230,53 @@ def test_records_that_come_to_memory_after_they_were_added_up_are_sent_all_the_s
 
 @pytest.mark.parametrize("memory", [8 * MIB, 64 * MIB])
 def test_a_record_in_memory_that_replaced_another_one_is_not_sent_under_its_header(memory: int) -> None:
-    with Served(memory_budget_bytes=memory) as server:
-        store, client = server.store, server.client()
-        records = stored(client, 2, **LARGE)
+    with asked_far(2, config={"memory_budget_bytes": memory}) as (server, client, records):
         asked = list(records)
-        store.away = True
-        client.send("KV.LAYERS", "0-3", 0, 0, *asked)
-        server.wait_for_reads(2)
-        value = record_of(int(asked[1].removeprefix(b"kv:"), 16), seed=100, **LARGE)[1]
-        with server.server.node.lock:
-            store.remove((DEFAULT_TENANT, asked[1]))
-            store.put((DEFAULT_TENANT, asked[1]), value, header_bytes=record.parse_header(value).header_length)
-            store.away = False
+        replace_record(server, asked[1], away=False)
         for _ in asked:
-            store.finish_read()
-        answer: Any = client.receive()
+            server.store.finish_read()
+        answer = client.receive()
         for layer in range(LAYERS):
             assert pieces(bytes(answer[1 + layer]), 2) == [layer_of(records[asked[0]], layer), b""]
-        wait_for(lambda: lent(client) == 0 and store.leases == 0)
 
 
-def test_layers_that_need_too_many_ranges_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_ranges, "RANGES_MAX", 7)
-    with Served() as server:
-        store, client = server.store, server.client()
-        records = stored(client, 2, **LARGE)
-        store.away = True
-        client.send("KV.LAYERS", "3,2,1,0", 0, 0, *records)
-        server.wait_for_reads(2)
-        for _ in records:
-            store.finish_read()
-        assert b"request them in order" in bytes(client.receive())
-        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+@pytest.mark.parametrize(
+    ("count", "wanted", "record_options", "ranges_max", "said"),
+    [
+        (2, "3,2,1,0", {}, 7, b"request them in order"),
+        (4, "0-1", {"layers": 2, "layer_bytes": 2 * MIB}, 8, b"OOM one layer"),
+    ],
+    ids=["too many ranges", "a layer beyond the room of its tenant"],
+)
+def test_layers_that_cannot_be_read_by_ranges_are_refused(
+    count: int,
+    wanted: str,
+    record_options: dict[str, int],
+    ranges_max: int,
+    said: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_ranges, "RANGES_MAX", ranges_max)
+    with asked_far(count, wanted, **record_options) as (server, client, _):
+        for _ in range(count):
+            server.store.finish_read()
+        assert said in bytes(client.receive())
 
 
-def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, start: Start) -> None:
-    bucket = bucket_flags(faulty.endpoint, gather_s=0.2)
-    first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS)
-    asked = list(stored(first.client(), 8, **LARGE))
-    wait_for(lambda: first.client().info("s3")["records"] == "8")
-    bucket += ["--metrics-port", "0"]
-    child = start("--memory-budget-bytes", "20 MiB", *bucket, environment=CREDENTIALS)
-    client = child.client()
-    wait_for(lambda: client.info("s3")["records"] == "8")
+def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, cold_node: ColdNode) -> None:
+    child, client, asked = cold_node(8, "20 MiB", "--metrics-port", "0")
     faulty.fault = LIES["same_length"]
     there, *_ = client.call("KV.LAYERS", "0-3", 0, 0, *asked)
     assert there == [None] * 8
     assert child.samples()['shadowserve_storage_s3_failed_reads_total{reason="damaged"}'] > 0
 
 
-def test_a_layer_that_does_not_fit_a_tenants_room_is_refused() -> None:
-    with Served(memory_budget_bytes=16 * MIB) as server:
-        store, client = server.store, server.client()
-        records = stored(client, 4, layers=2, layer_bytes=2 * MIB)
-        store.away = True
-        client.send("KV.LAYERS", "0-1", 0, 0, *records)
-        server.wait_for_reads(4)
-        for _ in records:
-            store.finish_read()
-        assert b"OOM one layer" in bytes(client.receive())
-        wait_for(lambda: lent(client) == 0 and store.leases == 0)
-
-
 def test_ranges_that_do_not_come_end_the_stream_at_its_deadline() -> None:
-    with Served(layers_timeout_s=1.0) as server:
-        store, client = server.store, server.client()
-        records = stored(client, 2, **LARGE)
-        store.away = True
-        client.send("KV.LAYERS", "0-3", 0, 0, *records)
-        server.wait_for_reads(2)
-        store.finish_read()
-        store.finish_read(lost=True)
-        answer: Any = client.receive()
+    with asked_far(2, config={"layers_timeout_s": 1.0}) as (server, client, _):
+        server.store.finish_read()
+        server.store.finish_read(lost=True)
+        answer = client.receive()
         assert b"TIMEOUT" in (answer[-1] if isinstance(answer, list) else answer)
-        assert len(store.reads) in (0, LAYERS)  # none if the machine was so busy that no range was asked for
-        while store.reads:
-            store.finish_read()
-        wait_for(lambda: lent(client) == 0 and store.leases == 0)
+        assert len(server.store.reads) in (0, LAYERS)  # none if the machine was so busy that no range was asked for
+        while server.store.reads:
+            server.store.finish_read()

@@ -49,8 +49,7 @@ def layer_of(value: bytes, layer: int) -> bytes:
 
 def stored(client: Client, count: int, **options: int) -> dict[bytes, bytes]:
     records = dict(record_of(number, **options) for number in range(count))
-    for key, value in records.items():
-        assert client.call("SET", key, value) == b"OK"
+    client.store(records.items())
     return records
 
 
@@ -144,18 +143,16 @@ def test_invalid_layers_are_refused(client: Client, layers: str) -> None:
 
 
 def test_requests_beyond_a_limit_are_refused_before_any_work(start: Start) -> None:
-    child = start("--memory-budget-bytes", "8 MiB")
-    client = child.client()
+    client = start("--memory-budget-bytes", "8 MiB").client()
     assert bytes(client.call("KV.LAYERS", "0", 0, 0, *["a"] * 8193)).startswith(
         b"ERR KV.LAYERS takes at most 8192 keys"
     )
     for rate, window in ((-1, 0), (1 << 51, 0), (0, -1), (0, 10**10)):
         assert bytes(client.call("KV.LAYERS", "0", rate, window, "a")).startswith(b"ERR invalid rate")
-    assert isinstance(client.call("KV.LAYERS", "0", "x", 0, "a"), ErrorReply)
+    client.refused("KV.LAYERS", "0", "x", 0, "a")
     # The whole request would pin more than half of the memory.
     records = stored(client, 12, layer_bytes=96 << 10)
-    refused = client.call("KV.LAYERS", "0-3", 0, 0, *records)
-    assert isinstance(refused, ErrorReply) and b"request fewer keys" in refused
+    assert b"request fewer keys" in client.refused("KV.LAYERS", "0-3", 0, 0, *records)
     assert client.info()["total_error_replies"] == str(1 + 4 + 1 + 1)
     few = list(records)[:5]
     check(client.call("KV.LAYERS", "0-3", 0, 0, *few), few, records, range(LAYERS))
@@ -293,8 +290,7 @@ def test_a_bug_in_the_shared_thread_fails_all_streams(
 
 def test_rates_of_tenants_and_of_the_request_hold(start: Start) -> None:
     # The test checks only the minimum time for the bytes: a slow machine takes longer, never less.
-    child = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}')
-    client = child.client()
+    client = start("--memory-budget-bytes", "64 MiB", "--tenants", '{"": {"bytes_per_s": "16 MiB"}}').client()
     records = stored(client, 4, layer_bytes=128 << 10)  # 2 MiB
     asked = list(records)
     began = time.monotonic()
@@ -326,6 +322,6 @@ def test_a_shared_link_brings_layers_and_whole_values_to_all_under_every_policy(
         assert time.monotonic() - began > 0.05  # 4 MiB over this link take 84 ms, minus saved credit
         for client in clients[4:]:
             assert [client.receive() for _ in asked] == list(records.values())
-    assert isinstance(operator.call("CONFIG", "SET", "egress_policy", "greedy"), ErrorReply)
+    operator.refused("CONFIG", "SET", "egress_policy", "greedy")
     assert operator.call("CONFIG", "SET", "egress_bits_per_s", "0") == b"OK"
     check(operator.call("KV.LAYERS", "0-3", 0, 0, *asked), asked, records, range(LAYERS))

@@ -55,7 +55,7 @@ def test_a_client_that_does_not_read_stops_itself_and_costs_only_its_own_backlog
 
         def backlog() -> int:
             """Return the bytes of replies that wait for the client that does not read; 0 before its first reply."""
-            clients = bytes(other.call("CLIENT", "LIST")).decode()  # type: ignore[arg-type]
+            clients = bytes(other.call("CLIENT", "LIST")).decode()
             line = next((line for line in clients.splitlines() if "cmd=get" in line), "omem=0 ")
             return int(line.split("omem=")[1].split()[0])
 

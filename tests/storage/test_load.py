@@ -39,7 +39,6 @@ def test_replies_and_layers_load_a_node_and_a_client_that_reads_slowly_does_not(
 
     def is_loaded() -> bool:
         found = root.call("KV.LOAD")
-        assert isinstance(found, int)
         loads.append(found)
         return loads[-1] > 0
 

@@ -24,7 +24,7 @@ def pairs(count: int) -> list[str]:
 def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
     """A hold of the lock takes no more work for many keys than for those of one step."""
     node, meter = served.server.node, WorkMeter()
-    meter._lock, node.lock = node.lock, meter  # type: ignore[assignment]  # the store's thread has the same lock
+    meter._lock, node.lock = node.lock, meter  # the store's thread has the same lock
     work: dict[int, list[int]] = {}
     with served.client() as client:
 
@@ -40,7 +40,7 @@ def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
             assert metered("EXISTS", *names, "none", "k1") == count + 1
             assert metered("TOUCH", *names, "none") == count
             for pattern in ("k*", "*"):
-                assert sorted(metered("KEYS", pattern)) == sorted(map(str.encode, names))  # type: ignore[arg-type]
+                assert sorted(metered("KEYS", pattern)) == sorted(map(str.encode, names))
             assert len(metered("SCAN", 0, "COUNT", 10**9)[1]) <= KEYS_AT_A_TIME
             assert metered("UNLINK", *names[:10], *names[:10], "none") == 10
             assert metered("DEL", *names) == count - 10
@@ -51,7 +51,7 @@ def test_commands_on_many_keys_release_the_lock(served: Served) -> None:
 
 def test_commands_about_commands_release_the_lock(served: Served) -> None:
     meter = WorkMeter()
-    served.server.node.lock = meter  # type: ignore[assignment]
+    served.server.node.lock = meter
     questions = {"DOCS": ["client"], "INFO": ["client"], "GETKEYS": ["MSET"]}
     with served.client() as client:
         for name, words in questions.items():
@@ -78,10 +78,10 @@ def test_keys_lists_each_key_once_while_others_change(served: Served) -> None:
             next_cursor, names = scan(tenant, cursor, count)
             return next_cursor, [*names, b"k0"]  # a store may return a key twice
 
-        store.scan = scan_and_change  # type: ignore[method-assign]
+        store.scan = scan_and_change
         found = client.call("KEYS", "k*")
-        assert isinstance(found, list) and len(found) == len(set(found))  # type: ignore[arg-type]
-        assert {b"k%d" % number for number in range(MANY - 10)} <= set(found)  # type: ignore[arg-type]
+        assert len(found) == len(set(found))
+        assert {b"k%d" % number for number in range(MANY - 10)} <= set(found)
         assert calls >= 4
 
 
@@ -90,12 +90,10 @@ def test_a_listing_that_would_be_too_long_is_refused(served: Served, monkeypatch
     with served.client() as client:
         for number in range(40):
             client.call("SET", f"{number}" + "x" * 30_000, "")
-        refused = client.call("KEYS", "*")
-        assert isinstance(refused, ErrorReply) and b"use SCAN" in refused
-        assert len(client.call("KEYS", "1*")) == 11  # type: ignore[arg-type]
-        too_long = client.call("KEYS", "x" * 2000)
-        assert isinstance(too_long, ErrorReply) and b"pattern is too long" in too_long
-        assert isinstance(client.call("SCAN", "0", "MATCH", "x" * 2000), ErrorReply)
+        assert b"use SCAN" in client.refused("KEYS", "*")
+        assert len(client.call("KEYS", "1*")) == 11
+        assert b"pattern is too long" in client.refused("KEYS", "x" * 2000)
+        client.refused("SCAN", "0", "MATCH", "x" * 2000)
 
 
 @pytest.mark.parametrize("count", [5, MANY])
@@ -111,7 +109,7 @@ def test_values_set_together_wait_for_room_and_are_answered_when_durable(served:
             store.crowded |= puts % max(3, count // 5) == 0  # until the test frees memory
             return put(*arguments, **named)
 
-        store.put = put_with_pauses  # type: ignore[method-assign]
+        store.put = put_with_pauses
         client.send("MSET", *pairs(count))
         room = 0
         while len(store.tickets) < count:
@@ -131,8 +129,8 @@ def test_records_set_together_are_checked_before_any_is_stored(client: Client) -
     key, record = make_record(b"a" * 32, body_bytes=300_000)
     small_key, small = make_record(b"b" * 32)
     for value in (record[:-1], b"SSR"):
-        refused = client.call("MSET", "plain", "1", small_key, small, key, record[:4] + value)
-        assert isinstance(refused, ErrorReply) and b"record refused" in refused
+        refused = client.refused("MSET", "plain", "1", small_key, small, key, record[:4] + value)
+        assert b"record refused" in refused
         assert client.call("EXISTS", "plain", key, small_key) == 0
     assert client.call("MSET", "plain", "1", small_key, small, key, record) == b"OK"
     other = make_record(b"a" * 32, body_bytes=300_000, fill=1)[1]
@@ -141,14 +139,14 @@ def test_records_set_together_are_checked_before_any_is_stored(client: Client) -
         assert client.call("GET", key) == record and client.call("TTL", key) == -1
     assert client.call("SETNX", key, other) == 0 and client.call("GETSET", key, other) == record
     assert client.call("GETDEL", key) == record and client.call("MSETNX", key, other, small_key, small) == 0
-    assert isinstance(client.call("PSETEX", key, 100, record[:-1]), ErrorReply)
+    client.refused("PSETEX", key, 100, record[:-1])
     assert client.call("PSETEX", key, 1_000_000, other) == b"OK" and client.call("GETEX", key, "PERSIST") == other
 
 
 def test_more_keys_than_may_be_set_at_once_or_not_at_all_are_refused(client: Client) -> None:
     assert client.call("MSETNX", *pairs(KEYS_AT_A_TIME)) == 1
-    refused = client.call("MSETNX", *(f"other{word}" for word in pairs(KEYS_AT_A_TIME + 1)))
-    assert isinstance(refused, ErrorReply) and b"at most %d keys" % KEYS_AT_A_TIME in refused
+    refused = client.refused("MSETNX", *(f"other{word}" for word in pairs(KEYS_AT_A_TIME + 1)))
+    assert b"at most %d keys" % KEYS_AT_A_TIME in refused
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -189,7 +187,7 @@ def test_client_kill_filters_select_clients(start: Start) -> None:
         first, second, third = (child.client() for _ in range(3))
         number = [client.call("CLIENT", "ID") for client in (first, second, third)][1]
         assert admin.call("CLIENT", "KILL", address_of(first)) == b"OK" and is_gone(first)
-        assert isinstance(admin.call("CLIENT", "KILL", address_of(first)), ErrorReply)
+        admin.refused("CLIENT", "KILL", address_of(first))
         assert admin.call("CLIENT", "KILL", "ID", str(number), "TYPE", "master") == 0
         assert admin.call("CLIENT", "KILL", "ID", str(number), "ADDR", address_of(second)) == 1 and is_gone(second)
         assert third.call("AUTH", "alice", "pw") == b"OK"
@@ -200,7 +198,7 @@ def test_client_kill_filters_select_clients(start: Start) -> None:
             assert client.call("AUTH", name, "pw") == b"OK"
         unknown = alice.call("CLIENT", "KILL", "USER", "bob")  # of another tenant: its existence must stay hidden
         assert isinstance(unknown, ErrorReply) and unknown == b"ERR No such user 'bob'"
-        assert isinstance(alice.call("CLIENT", "KILL", address_of(bob)), ErrorReply)
+        alice.refused("CLIENT", "KILL", address_of(bob))
         assert alice.call("CLIENT", "KILL", "TYPE", "normal") == 1 and is_gone(alice_too)
         assert bob.call("PING") == b"PONG" and admin.call("PING") == b"PONG"
         assert alice.call("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "no") == 1 and is_gone(alice)
@@ -210,11 +208,10 @@ def test_client_kill_filters_select_clients(start: Start) -> None:
 def test_the_name_of_a_client_is_bounded(client: Client) -> None:
     assert client.call("CLIENT", "SETNAME", "x" * 256) == b"OK"
     for command in (("CLIENT", "SETNAME", "x" * 257), ("HELLO", 2, "SETNAME", "y" * 5_000)):
-        refused = client.call(*command)
-        assert isinstance(refused, ErrorReply) and b"at most 256 bytes" in refused
+        assert b"at most 256 bytes" in client.refused(*command)
     assert client.call("CLIENT", "GETNAME") == b"x" * 256
     assert client.call("CLIENT", "SETINFO", "LIB-NAME", "z" * 5_000) == b"OK"
-    assert len(client.call("CLIENT", "INFO")) < 4000  # type: ignore[arg-type]
+    assert len(client.call("CLIENT", "INFO")) < 4000
 
 
 @pytest.mark.parametrize("command", ["MSET", "MSETNX", "SET in MULTI"])
@@ -227,7 +224,7 @@ def test_large_values_are_stored_as_they_were_received(served: Served, command: 
         stored.append(value)
         return put(address, value, **named)
 
-    served.store.put = put_noted  # type: ignore[method-assign]
+    served.store.put = put_noted
     values = {name: name.encode() * (1 << 20) for name in "ab"}
     pairs = [word for pair in values.items() for word in pair]
     with served.client() as client:

@@ -1,15 +1,14 @@
 """The metrics of a running server, and of a store with devices."""
 
-import ast
 import errno
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from exposition import counters_of_the_plugin, families, needs_promtool
 from machine import NEVER_S
 from prometheus_client import CollectorRegistry, generate_latest
 from storage_support import REPOSITORY, Start, make_node, make_record
@@ -26,9 +25,6 @@ from storage_kv.reply import CommandError
 from storage_kv.session import Session
 
 NAMES = re.compile(r"shadowserve_storage_[a-z0-9_]+")
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="promtool is not installed (package prometheus)"
-)
 UNITS = ("_bytes", "_seconds", "_total", "_bytes_per_second", "_bucket", "_count", "_sum", "_info")
 
 
@@ -223,7 +219,7 @@ def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("builtins.open", no_descriptor)
     reply = execute(make_node(), Session(1, "", authenticated=True), [b"INFO"])
-    assert isinstance(reply, bytes) and re.search(rb"used_memory_rss:[1-9]", reply)
+    assert re.search(rb"used_memory_rss:[1-9]", reply)
 
 
 # ---- Alerts ----------------------------------------------------------------------------------------------------------
@@ -231,14 +227,6 @@ def test_info_needs_no_free_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
 RULES = REPOSITORY / "configs" / "prometheus" / "shadowserve.rules.yaml"
 RULES_TEST = Path(__file__).with_name("alerts.test.yaml")
 ANY_METRIC = re.compile(r"\b(vllm:)?(shadowserve_[a-z0-9_]+)")
-
-
-def families(text: str) -> set[str]:
-    """Return the names of all series of a scrape, families without samples included."""
-    names: set[str] = set()
-    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", text, re.MULTILINE):
-        names |= {f"{name}_{end}" for end in ("bucket", "count", "sum")} if kind == "histogram" else {name}
-    return names
 
 
 @pytest.fixture
@@ -255,20 +243,12 @@ def alerts() -> dict[str, dict[str, Any]]:
 def test_every_metric_of_an_alert_is_exported(exported_names: set[str]) -> None:
     of_the_data_plane = families(generate_latest(Metrics().registry).decode())
     of_the_data_plane |= {"shadowserve_storage_up", "shadowserve_tier_devices_gone"}  # only with storage or with tiers
+    of_the_plugin = {f"shadowserve_{name}_total" for name in counters_of_the_plugin()}
     with_a_bucket = {f"shadowserve_storage_{name}" for name in (row.name for row in BUCKET)}
     for name, rule in alerts().items():
         for prefix, metric in ANY_METRIC.findall(rule["expr"]):
-            known = of_the_plugin() if prefix else exported_names | of_the_data_plane | with_a_bucket
+            known = of_the_plugin if prefix else exported_names | of_the_data_plane | with_a_bucket
             assert metric in known, f"{name}: {metric}"
-
-
-def of_the_plugin() -> set[str]:
-    """Return the names of the plugin's counters from its source, because its import needs vLLM."""
-    module = ast.parse((REPOSITORY / "host_control" / "vllm" / "metrics.py").read_text())
-    tables = [
-        each.value for each in module.body if isinstance(each, ast.AnnAssign) and isinstance(each.value, ast.Dict)
-    ]
-    return {f"shadowserve_{name}_total" for table in tables for name in ast.literal_eval(table)}
 
 
 def test_every_alert_is_explained_and_tested() -> None:

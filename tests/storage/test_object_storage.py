@@ -53,10 +53,8 @@ def s3(client: Client) -> dict[str, str]:
 
 
 def store_chain(client: Client) -> None:
-    """Store the chain in one pipeline, as a data plane does, and wait until the bucket has it."""
-    for key, value in zip(CHAIN.keys, CHAIN.values, strict=True):
-        client.send("SET", key, value)
-    assert [client.receive() for _ in CHAIN.keys] == [b"OK"] * 24
+    """Store the chain, and wait until the bucket has it."""
+    client.store(zip(CHAIN.keys, CHAIN.values, strict=True))
     wait_for(lambda: s3(client)["records"] == "24")
 
 
@@ -72,12 +70,10 @@ def test_an_empty_node_answers_for_what_another_one_stored(bucket: tuple[str, di
     _, two = second_node(node, bucket)
     assert two.call("EXISTS", *CHAIN.keys) == 24
     assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
-    for key in CHAIN.keys:
-        two.send("GETRANGE", key, 1000, 1999)
-    assert [two.receive() for _ in CHAIN.keys] == [value[1000:2000] for value in CHAIN.values]
+    ranges = two.calls(*(("GETRANGE", key, 1000, 1999) for key in CHAIN.keys))
+    assert ranges == [value[1000:2000] for value in CHAIN.values]
     assert int(s3(two)["requests"]) <= 12, "neighbours come together"
     found = two.call("KV.META", *CHAIN.keys, b"kv:" + b"0" * 64)
-    assert isinstance(found, list)
     assert found[:-1] == [[len(value), value[:head]] for _, value, head, _ in CHAIN.records] and found[-1] is None
     assert two.call("MGET", *CHAIN.keys) == CHAIN.values
     assert two.call("DBSIZE") == 24, "read records must stay in the node"
@@ -138,8 +134,7 @@ def test_wrong_credentials_or_a_missing_bucket_leave_a_node_that_works_without(
 
 def test_a_blocked_bucket_does_not_delay_other_clients(faulty: FaultyS3, node: Nodes) -> None:
     child, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=60.0, index_ttl_s=3600.0)
-    gate = threading.Event()
-    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    gate = faulty.hold("get")
     two.send("GET", CHAIN.keys[0])
     other = child.client()
     wait_for(lambda: s3(other)["reading"] == "1")
@@ -153,7 +148,7 @@ def test_kv_meta_of_cold_records_tells_length_and_time_without_a_read(faulty: Fa
     _, two = second_node(node, (faulty.endpoint, CREDENTIALS), index_ttl_s=3600.0)
     asked = faulty.count("get")
     found = two.call("KV.META", *CHAIN.keys[:2], b"kv:" + b"0" * 64, *CHAIN.keys[2:], "plain")
-    assert isinstance(found, list) and found[2] is None and found[-1] is None
+    assert found[2] is None and found[-1] is None
     del found[2], found[-1]
     lengths, times = zip(*found, strict=True)
     assert list(lengths) == [len(value) for value in CHAIN.values]
@@ -169,21 +164,17 @@ def test_kv_prefetch_reads_cold_records_without_waiting(faulty: FaultyS3, node: 
     assert one.call("KV.PREFETCH", *CHAIN.keys, "plain") == 0
     child, two = node(faulty.endpoint, CREDENTIALS, index_ttl_s=3600.0)
     wait_for(lambda: s3(two)["records"] == "24")
-    gate = threading.Event()
-    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    try:
-        first = two.call("KV.PREFETCH", *CHAIN.keys, b"kv:" + b"0" * 64)
-        assert isinstance(first, int) and 0 < first <= 24
-        assert two.call("KV.PREFETCH", *CHAIN.keys[:first]) == first, "the reads must be in flight"
-        reading = int(s3(two)["reading"])
-        assert reading == first, "a second request must not read them again"
-    finally:
-        gate.set()
+    gate = faulty.hold("get")
+    first = two.call("KV.PREFETCH", *CHAIN.keys, b"kv:" + b"0" * 64)
+    assert 0 < first <= 24
+    assert two.call("KV.PREFETCH", *CHAIN.keys[:first]) == first, "the reads must be in flight"
+    reading = int(s3(two)["reading"])
+    assert reading == first, "a second request must not read them again"
+    gate.set()
 
     def near() -> bool:
         two.call("KV.PREFETCH", *CHAIN.keys)
         found = two.call("KV.META", *CHAIN.keys)
-        assert isinstance(found, list)
         return all(isinstance(head, bytes) for _, head in found)
 
     wait_for(near)
@@ -199,22 +190,19 @@ def test_prefetches_use_at_most_a_second_of_a_slow_bucket(faulty: FaultyS3, node
     faulty.bytes_per_s = 16 * 1024  # a record takes four seconds
     assert two.call("GET", CHAIN.keys[0]) == CHAIN.values[0]
     count = two.call("KV.PREFETCH", *CHAIN.keys[1:])
-    assert isinstance(count, int) and count < 23
+    assert count < 23
     assert int(s3(two)["reading"]) == count
     faulty.bytes_per_s = 0
 
 
 def test_a_bucket_that_never_answers_is_a_miss_for_its_client(faulty: FaultyS3, node: Nodes) -> None:
     _, two = second_node(node, (faulty.endpoint, CREDENTIALS), timeout_s=0.3, index_ttl_s=3600.0)
-    gate = threading.Event()
-    faulty.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
-    try:
-        assert two.call("GET", CHAIN.keys[0]) is None
-        assert two.call("MGET", CHAIN.keys[1]) == [None]
-        assert two.call("GETRANGE", CHAIN.keys[2], 0, 10) == b""
-        assert "timeout=" in s3(two)["failed_reads"]
-    finally:
-        gate.set()
+    gate = faulty.hold("get")
+    assert two.call("GET", CHAIN.keys[0]) is None
+    assert two.call("MGET", CHAIN.keys[1]) == [None]
+    assert two.call("GETRANGE", CHAIN.keys[2], 0, 10) == b""
+    assert "timeout=" in s3(two)["failed_reads"]
+    gate.set()
 
 
 def test_stopping_writes_queued_records_and_does_not_wait_for_a_blocked_bucket(faulty: FaultyS3, node: Nodes) -> None:

@@ -93,7 +93,7 @@ def test_a_faster_link_lowers_no_rate(policy: str, mix: list[Demand], budget: fl
 @given(mix=demands, budget=budgets, order=st.randoms())
 def test_the_order_of_requests_does_not_matter(policy: str, mix: list[Demand], budget: float, order: object) -> None:
     indices = list(range(len(mix)))
-    order.shuffle(indices)  # type: ignore[attr-defined]
+    order.shuffle(indices)
     rates = allocate(policy, mix, budget, 5e8)
     shuffled = allocate(policy, [mix[index] for index in indices], budget, 5e8)
     assert shuffled == pytest.approx([rates[index] for index in indices], rel=1e-9)
@@ -170,7 +170,7 @@ class Run:
 
 
 def shared(budget: float = 100 * MBIT, policy: str = "equal") -> Link:
-    return Link(budget, policy, budget / 16, 0.02)  # type: ignore[arg-type]
+    return Link(budget, policy, budget / 16, 0.02)
 
 
 def test_without_a_bound_everything_goes_at_once() -> None:

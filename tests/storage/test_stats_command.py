@@ -144,7 +144,6 @@ def test_a_server_that_disconnects_before_the_first_command_is_an_error(start: S
     async def ask_as_it_closes() -> None:
         client = RespClient("a server", WAIT_MAX_S)
         await client.open("127.0.0.1", child.port, [], context, "127.0.0.1")
-        assert client._transport is not None
         while not client._transport.is_closing():
             await asyncio.sleep(0)
         assert not client.closed.done()
@@ -154,10 +153,9 @@ def test_a_server_that_disconnects_before_the_first_command_is_an_error(start: S
         asyncio.run(ask_as_it_closes())
 
 
-def test_users_without_admin_get_an_error_with_a_hint(start: Start, tmp_path: Path) -> None:
-    users = tmp_path / "users.acl"
-    users.write_text("user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n")
-    where = ("--port", str(start("--users-file", str(users)).port), "--password", "secret", "--user")
+def test_users_without_admin_get_an_error_with_a_hint(start_tenants: Start) -> None:
+    users = "user team on >secret ~* +@all -@admin tenant=team\nuser admin on >secret ~* +@all\n"
+    where = ("--port", str(start_tenants(users=users).port), "--password", "secret", "--user")
     refused = stats(*where, "team")
     assert refused.exit_code == 1 and "@admin" in refused.output and "read hit rate" not in refused.output
     assert stats(*where, "admin").exit_code == 0
@@ -196,12 +194,6 @@ def test_devices_and_causes_are_read() -> None:
     assert view["evictions"] == {"budget": 0, "quota": 1} and view["arenas"][0]["name"] == "node0"
 
 
-def test_a_restart_resets_the_rates() -> None:
-    before = Sample({"run_id": "a", "keyspace_hits": "100"}, 10.0)
-    after = Sample({"run_id": "b", "keyspace_hits": "20", "uptime_in_seconds": "2"}, 20.0)
-    assert after.view(before)["hits_per_s"] == 10.0
-
-
 def test_history_is_drawn_as_bars() -> None:
     watcher = Watcher()
     for hits in (0, 50, 150):
@@ -220,10 +212,9 @@ LIMITS = "{team-a: {bytes_max: 1 GiB, keys_max: 100, commands_per_s: 100000, byt
 
 
 @pytest.fixture
-def shared(start: Start, tmp_path: Path) -> Child:
+def shared(start_tenants: Start) -> Child:
     """A server where one tenant with limits has two thirds of the bytes, and one without limits the rest."""
-    (tmp_path / "users.acl").write_text(USERS)
-    child = start("--users-file", str(tmp_path / "users.acl"), "--tenants", LIMITS)
+    child = start_tenants("--tenants", LIMITS, users=USERS)
     for user, keys in (("a", 20), ("b", 10)):
         with child.client() as client:
             client.call("AUTH", user, "secret")
@@ -269,17 +260,23 @@ def test_a_tenant_does_not_see_the_others(shared: Child) -> None:
 # ---- Time range of each number ---------------------------------------------------------------------------------------
 
 
-def test_the_rate_of_a_command_is_that_of_the_interval() -> None:
-    before = Sample({"run_id": "a", "cmdstat_get": "calls=100,usec=5000,usec_per_call=50.00"}, 10.0)
-    after = Sample({"run_id": "a", "cmdstat_get": "calls=120,usec=6000,usec_per_call=50.00"}, 12.0)
-    assert after.view(before)["commands"][0]["calls_per_s"] == 10.0
-
-
-def test_the_rate_of_a_tenant_is_that_of_the_interval() -> None:
-    before = Sample({"run_id": "a", "tenant0": "name=x,used_bytes=1,commands=5,bytes=100,commands_per_s=7"}, 10.0)
-    after = Sample({"run_id": "a", "tenant0": "name=x,used_bytes=1,commands=9,bytes=300,commands_per_s=7"}, 12.0)
-    (tenant,) = after.view(before)["tenants"]
-    assert (tenant["used_commands_per_s"], tenant["used_bytes_per_s"], tenant["commands_per_s"]) == (2.0, 100.0, 7)
+@pytest.mark.parametrize(
+    ("before", "after", "path", "rate"),
+    [
+        ({"cmdstat_get": "calls=100,usec=5000"}, {"cmdstat_get": "calls=120,usec=6000"}, "commands 0 calls_per_s", 10),
+        ({"tenant0": "name=x,commands=5"}, {"tenant0": "name=x,commands=9"}, "tenants 0 used_commands_per_s", 2),
+        ({"tenant0": "name=x,bytes=100"}, {"tenant0": "name=x,bytes=300"}, "tenants 0 used_bytes_per_s", 100),
+        ({"tenant0": "name=x,commands_per_s=7"}, {"tenant0": "name=x,commands_per_s=7"}, "tenants 0 commands_per_s", 7),
+        ({"keyspace_hits": "100"}, {"keyspace_hits": "120"}, "hits_per_s", 10),
+        ({"keyspace_hits": "100"}, {"keyspace_hits": "20", "uptime_in_seconds": "2", "run_id": "b"}, "hits_per_s", 10),
+    ],
+    ids=["command", "tenant", "bytes of a tenant", "limit of a tenant", "hits", "after a restart"],
+)
+def test_a_rate_is_that_of_the_interval(before: dict[str, str], after: dict[str, str], path: str, rate: float) -> None:
+    found: Any = Sample({"run_id": "a"} | after, 12.0).view(Sample({"run_id": "a"} | before, 10.0))
+    for name in path.split():
+        found = found[int(name) if name.isdigit() else name]
+    assert found == rate
 
 
 def test_another_kind_of_server_is_named(tmp_path: Path) -> None:

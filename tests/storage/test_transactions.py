@@ -7,37 +7,30 @@ from machine import wait_for
 from slow_store import Served
 from storage_support import Child, Client, Start, make_record
 
-from shadowserve.resp import ErrorReply, encode_command
+from shadowserve.resp import ErrorReply
 
 LARGE = bytes(range(256)) * 400  # sent by reference, received in place
-
-
-def calls(client: Client, *commands: tuple[object, ...]) -> list[object]:
-    """Send all commands at once. Return the replies."""
-    client.socket.sendall(b"".join(encode_command(*command) for command in commands))  # type: ignore[arg-type]
-    return [client.receive() for _ in commands]
 
 
 def test_commands_of_a_transaction_are_executed_in_order_when_exec_comes(client: Client, shared_server: Child) -> None:
     with shared_server.client() as other:
         assert client.call("MULTI") == b"OK"
-        assert calls(client, ("SET", "a", "1"), ("GET", "a"), ("SET", "b", LARGE), ("STRLEN", "b")) == [b"QUEUED"] * 4
+        assert client.calls(("SET", "a", "1"), ("GET", "a"), ("SET", "b", LARGE), ("STRLEN", "b")) == [b"QUEUED"] * 4
         assert other.call("EXISTS", "a", "b") == 0
         assert client.call("EXEC") == [b"OK", b"1", b"OK", len(LARGE)]
         assert other.call("GET", "b") == LARGE
-        assert calls(client, ("MULTI",), ("DEL", "a"), ("DISCARD",), ("EXISTS", "a")) == [b"OK", b"QUEUED", b"OK", 1]
-        assert isinstance(client.call("EXEC"), ErrorReply)
+        assert client.calls(("MULTI",), ("DEL", "a"), ("DISCARD",), ("EXISTS", "a")) == [b"OK", b"QUEUED", b"OK", 1]
+        client.refused("EXEC")
 
 
 def test_client_list_shows_queued_commands(client: Client) -> None:
-    assert calls(client, ("MULTI",), ("PING",)) == [b"OK", b"QUEUED"]
-    with_multi = calls(client, ("CLIENT", "INFO"), ("EXEC",))[1]
-    assert isinstance(with_multi, list) and b" multi=-1 " in with_multi[1] and b" flags=N " in with_multi[1]
+    assert client.calls(("MULTI",), ("PING",)) == [b"OK", b"QUEUED"]
+    with_multi = client.calls(("CLIENT", "INFO"), ("EXEC",))[1]
+    assert b" multi=-1 " in with_multi[1] and b" flags=N " in with_multi[1]
     client.call("CLIENT", "SETNAME", "queues")
-    calls(client, ("MULTI",), ("PING",), ("ECHO", "12345"))
+    client.calls(("MULTI",), ("PING",), ("ECHO", "12345"))
     with Client(client.socket.getpeername()[1]) as other:
         listed = other.call("CLIENT", "LIST")
-    assert isinstance(listed, bytes)
     line = next(line for line in listed.split(b"\n") if b" name=queues " in line)
     assert b" flags=x " in line and b" multi=2 " in line and b" multi-mem=%d " % (13 + 3 * 64) in line
 
@@ -48,7 +41,7 @@ def test_replies_of_a_transaction_wait_for_devices_and_keep_their_places(served:
     with served.client() as client, served.client() as other:
         client.call("SET", "a", LARGE)
         store.away = store.lazy = True
-        calls(client, ("MULTI",), ("GET", "a"), ("SET", key, record), ("GETDEL", "a"), ("MGET", "a", "b"))
+        client.calls(("MULTI",), ("GET", "a"), ("SET", key, record), ("GETDEL", "a"), ("MGET", "a", "b"))
         client.send("EXEC")
         served.wait_for_reads(2)
         assert other.call("EXISTS", "a", key) == 1  # all commands have been executed
@@ -65,7 +58,7 @@ def test_replies_of_a_transaction_wait_for_devices_and_keep_their_places(served:
 def test_a_transaction_waits_for_room_and_goes_on_where_it_stopped(served: Served) -> None:
     store = served.store
     with served.client() as client:
-        calls(client, ("MULTI",), ("SET", "a", "1"), ("SET", "b", LARGE), ("MSET", "c", "3", "d", "4"), ("GET", "b"))
+        client.calls(("MULTI",), ("SET", "a", "1"), ("SET", "b", LARGE), ("MSET", "c", "3", "d", "4"), ("GET", "b"))
         store.crowded = True
         client.send("EXEC")
         wait_for(lambda: store.refused_writes)
@@ -86,14 +79,13 @@ def test_a_transaction_holds_no_more_than_a_request_may(
     keys: dict[str, int], commands: list[tuple[object, ...]]
 ) -> None:
     with Served(**keys) as served, served.client() as client:
-        replies = calls(client, ("MULTI",), *commands, ("PING",))
+        replies = client.calls(("MULTI",), *commands, ("PING",))
         refused = [reply for reply in replies if isinstance(reply, ErrorReply)]
         assert len(refused) == 1 and b"transaction too large" in refused[0]
         assert replies[-1] == b"QUEUED"
         session = next(iter(served.server.node.sessions.values()))
         assert session.transaction is not None and session.transaction.commands == []
-        aborted = client.call("EXEC")
-        assert isinstance(aborted, ErrorReply) and aborted.startswith(b"EXECABORT ")
+        assert client.refused("EXEC").startswith(b"EXECABORT ")
         assert client.call("EXISTS", "a") == 0
 
 
@@ -113,14 +105,14 @@ def test_a_long_transaction_releases_the_lock() -> None:
                 held[-1] = executed() - held[-1]
                 lock.release()
 
-        node.lock = Counting()  # type: ignore[assignment]
-        calls(client, ("MULTI",), *[("INFO", "server")] * 55)
+        node.lock = Counting()
+        client.calls(("MULTI",), *[("INFO", "server")] * 55)
         held.clear()
         client.send("EXEC")
         found = client.receive()
-        assert isinstance(found, list) and len(found) == 55
+        assert len(found) == 55
         assert max(held) <= 2 * 10 and sum(held) >= 56
-        calls(client, ("MULTI",), *[("PING",)] * 9)
+        client.calls(("MULTI",), *[("PING",)] * 9)
         held.clear()
         assert client.call("EXEC") == [b"PONG"] * 9
         assert 10 in held  # all commands run in one hold, with EXEC
@@ -129,14 +121,14 @@ def test_a_long_transaction_releases_the_lock() -> None:
 def test_a_client_that_does_not_read_stops_its_transaction(served: Served) -> None:
     with served.client(receive_buffer=4096) as client, served.client() as other:
         other.call("SET", "a", "x" * 500_000)
-        calls(client, ("MULTI",), *[("GET", "a")] * 200)
+        client.calls(("MULTI",), *[("GET", "a")] * 200)
         client.send("EXEC")
         node = served.server.node
         wait_for(lambda: any(session.executing for session in node.sessions.values()))
         sizes = {session.info.pending_output_bytes for session in node.sessions.values()}
         assert max(sizes) < node.config.output_buffer_bytes_max + 1_000_000
         found = client.receive()
-        assert isinstance(found, list) and len(found) == 200 and len(found[199]) == 500_000  # type: ignore[arg-type]
+        assert len(found) == 200 and len(found[199]) == 500_000
 
 
 def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
@@ -146,12 +138,12 @@ def test_a_disconnected_client_releases_its_transaction(served: Served) -> None:
         store.away = True
         client = served.client()
         client.call("WATCH", "w", "v")
-        calls(client, ("MULTI",), *[("GET", "a")] * 3, ("SET", "b", LARGE))
+        client.calls(("MULTI",), *[("GET", "a")] * 3, ("SET", "b", LARGE))
         client.send("EXEC")
         served.wait_for_reads(3)
         watching = served.client()
         assert watching.call("WATCH", "w") == b"OK"
-        calls(watching, ("MULTI",), ("SET", "a", LARGE))
+        watching.calls(("MULTI",), ("SET", "a", LARGE))
         client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
         client.close()  # with a reset
         watching.close()
@@ -166,15 +158,14 @@ def test_permissions_are_checked_when_a_command_is_queued_and_executed(start: St
     with start() as child, child.client() as admin, child.client() as client:
         admin.call("ACL", "SETUSER", "alice", "on", ">pw", "~a*", "+@all", "-flushall")
         client.call("AUTH", "alice", "pw")
-        replies = calls(client, ("MULTI",), ("GET", "b"), ("FLUSHALL",), ("GET", "a"), ("EXEC",))
+        replies = client.calls(("MULTI",), ("GET", "b"), ("FLUSHALL",), ("GET", "a"), ("EXEC",))
         assert [isinstance(reply, ErrorReply) for reply in replies] == [False, True, True, False, True]
-        assert calls(client, ("MULTI",), ("SET", "a", "1"), ("GET", "a")) == [b"OK", b"QUEUED", b"QUEUED"]
+        assert client.calls(("MULTI",), ("SET", "a", "1"), ("GET", "a")) == [b"OK", b"QUEUED", b"QUEUED"]
         admin.call("ACL", "SETUSER", "alice", "-set")
         executed = client.call("EXEC")
-        assert isinstance(executed, list) and isinstance(executed[0], ErrorReply) and executed[1] is None
+        assert isinstance(executed[0], ErrorReply) and executed[1] is None
         entries = admin.call("ACL", "LOG")
-        assert isinstance(entries, list)
-        assert {entry[entry.index(b"context") + 1] for entry in entries} == {b"multi"}  # type: ignore[index, union-attr]
+        assert {entry[entry.index(b"context") + 1] for entry in entries} == {b"multi"}
 
 
 @pytest.mark.parametrize(
@@ -195,24 +186,24 @@ def test_exec_executes_nothing_if_a_watched_key_has_changed(
     with shared_server.client() as other:
         client.call("MSET", "w", "1", "other", "2")
         assert client.call("WATCH", "w", "new") == b"OK"
-        other.call(*change)  # type: ignore[arg-type]
+        other.call(*change)
         assert client.call("MULTI") == b"OK"
         client.call("SET", "done", "1")
         assert client.call("EXEC") == (None if breaks else [b"OK"])
         assert client.call("EXISTS", "done") == (not breaks)
-        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]  # EXEC has cleared the watched keys
+        assert client.calls(("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]  # EXEC has cleared the watched keys
 
 
 def test_a_pipeline_of_another_client_fails_watchers(client: Client, shared_server: Child) -> None:
     with shared_server.client() as other:
         client.call("WATCH", "w50")
-        assert calls(other, *[("SET", f"w{number}", "1") for number in range(100)]) == [b"OK"] * 100
-        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
+        assert other.calls(*[("SET", f"w{number}", "1") for number in range(100)]) == [b"OK"] * 100
+        assert client.calls(("MULTI",), ("PING",), ("EXEC",))[2] is None
         for forget in (("UNWATCH",), ("RESET",), ("DISCARD",)):
             client.call("WATCH", "w50")
             other.call("SET", "w50", "2")
-            calls(client, *([("MULTI",)] if forget == ("DISCARD",) else []), forget)
-            assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]
+            client.calls(*([("MULTI",)] if forget == ("DISCARD",) else []), forget)
+            assert client.calls(("MULTI",), ("PING",), ("EXEC",))[2] == [b"PONG"]
 
 
 def test_an_expired_or_evicted_key_fails_watchers(start: Start) -> None:
@@ -223,7 +214,7 @@ def test_an_expired_or_evicted_key_fails_watchers(start: Start) -> None:
         for number in range(20):
             assert other.call("SET", f"k{number}", "x" * 100_000) == b"OK"
         assert other.call("EXISTS", "w") == 0
-        assert calls(client, ("MULTI",), ("PING",), ("EXEC",))[2] is None
+        assert client.calls(("MULTI",), ("PING",), ("EXEC",))[2] is None
 
 
 def test_another_tenants_key_of_the_same_name_is_another_key(start: Start) -> None:
@@ -232,15 +223,14 @@ def test_another_tenants_key_of_the_same_name_is_another_key(start: Start) -> No
         client.call("AUTH", "alice", "pw")
         client.call("WATCH", "w")
         admin.call("SET", "w", "1")
-        assert calls(client, ("MULTI",), ("KEYS", "*"), ("GET", "w"), ("EXEC",))[1] != b"QUEUED"
+        assert client.calls(("MULTI",), ("KEYS", "*"), ("GET", "w"), ("EXEC",))[1] != b"QUEUED"
         client.call("WATCH", "w")
         admin.call("SET", "w", "2")
-        assert calls(client, ("MULTI",), ("GET", "w"), ("EXEC",))[2] == [None]
+        assert client.calls(("MULTI",), ("GET", "w"), ("EXEC",))[2] == [None]
 
 
 def test_watched_keys_are_bounded(client: Client) -> None:
     assert client.call("WATCH", *(f"k{number}" for number in range(1000))) == b"OK"
-    refused = client.call("WATCH", "one more")
-    assert isinstance(refused, ErrorReply) and b"too many watched keys" in refused
+    assert b"too many watched keys" in client.refused("WATCH", "one more")
     assert client.call("UNWATCH") == b"OK"
     assert isinstance(client.call("WATCH", *("x" * 60_000 + str(number) for number in range(20))), ErrorReply)

@@ -92,7 +92,7 @@ class BehindServers(Behind):
             node.thaw()
 
     def asked(self) -> bool:
-        return any(Server.asked(node) for node in self.nodes)
+        return any(node.asked() for node in self.nodes)
 
     def kill(self) -> None:
         for node in self.nodes:
@@ -221,7 +221,7 @@ class Bench:
         job: Job,
         chains: Sequence[Sequence[bytes]],
         found: Sequence[Found],
-        targets: Sequence[np.ndarray],  # type: ignore[type-arg]
+        targets: Sequence[np.ndarray],
         layerwise: bool = False,
     ) -> FetchPlan:
         """Plan all pieces of some groups' chunks; ``found`` has the answers of each group in order."""
@@ -464,7 +464,7 @@ async def test_publications_are_pending_until_withdrawn_where_they_are_taken(ben
     for withdrawn, pending in (([], [True, True, False]), (keys[:1], [False, True, False]), (keys, [False] * 3)):
         assert not withdrawn or await bench.source.publish(withdrawn, 0)
         flags = await bench.source.published(keys)
-        assert flags is not None and flags.tolist() == pending
+        assert flags.tolist() == pending
 
 
 @pytest.mark.parametrize("layerwise", [False, True])

@@ -156,11 +156,9 @@ async def test_a_cancelled_connection_attempt_ends_at_once(certificates: Path, m
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
     """A storage server that requires a certificate and a password."""
-    server = TlsServer("storage_kv", tmp_path_factory.mktemp("guarded"), certificates, mutual=True, password="both")
-    try:
-        yield server.start()
-    finally:
-        server.kill()
+    folder = tmp_path_factory.mktemp("guarded")
+    with TlsServer("storage_kv", folder, certificates, mutual=True, password="both") as server:
+        yield server
 
 
 @pytest.mark.parametrize("clustered", [False, True], ids=["server", "cluster"])

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, model_of, part_of, rope, spec
-from machine import NEVER_S
 
 from host_control.config import HostConfig
 
@@ -335,12 +334,3 @@ def test_exceptions_of_a_checkpoints_quantization_are_in_the_key(tmp_path: Path)
         folder = model_folder(tmp_path / f"m{len(ignored)}", quantization_config=described)
         found.append(digest(engine_config(folder)))
     assert found[0] != found[1]
-
-
-def test_the_documented_table_is_this_one() -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, str(ASSET.parents[2] / "scripts" / "gen-identity-docs"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)
-    assert done.returncode == 0, done.stdout + done.stderr

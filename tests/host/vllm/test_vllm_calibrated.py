@@ -35,7 +35,7 @@ def config_of(file: Path, layers: int, heads: int, size: int) -> HostConfig:
 def test_a_calibration_fits_a_model_whose_rope_parameters_have_more_keys(tmp_path: Path) -> None:
     config = config_of(tmp_path / "c", 3, 2, 16)
     found = preset_steps(config, engine(3, 2, 16))
-    assert found is not None and found.name.startswith(found.label) and len(found.label) == len("small of ") + 16
+    assert found.name.startswith(found.label) and len(found.label) == len("small of ") + 16
     assert preset_steps(HostConfig(), engine(3, 2, 16)) is None
     for other in (engine(4, 2, 16), engine(3, 1, 16), engine(3, 2, 8), engine(3, 2, 16, rope_theta=5e5)):
         with pytest.raises(ConfigurationError, match="made of a model, which has .* instead of"):

@@ -250,7 +250,7 @@ def test_statistics_of_steps_and_ranks_add_up() -> None:
     counts.add("stored_chunks", 2)
     counts.add("dropped_stores", reason="full")
     taken = counts.take()
-    assert taken is not None and not taken.is_empty()
+    assert not taken.is_empty()
     total = ShadowServeStats(data={"stored_chunks": 1}).aggregate(taken)
     assert total.reduce() == {"dropped_stores/full": 1, "stored_chunks": 3}
     assert counts.take() is None

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from machine import wait_for
-from scheduler_support import CHUNK, Clock, Request, Scene, full, keys, report, state, step
+from machine import Clock, wait_for
+from scheduler_support import CHUNK, Request, Scene, full, keys, report, state, step
 
 from host_control.config import HostConfig
 from host_control.fetch_policy import Decided, Decision

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from machine import wait_for
-from scheduler_support import CHUNK, Clock, arrive, report, step
+from machine import Clock, wait_for
+from scheduler_support import CHUNK, arrive, report, step
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
@@ -61,7 +61,7 @@ class Engine:
 
         self.clock, self.counts = Clock(), Counts()
         self.timing = Timing(HostConfig(**config), counts=self.counts, clock=self.clock)
-        self.timing.reports = self.reports = Reports()  # type: ignore[assignment]
+        self.timing.reports = self.reports = Reports()
         self.moved_bytes = 0
 
     def sample(self, moved_bytes: int = 0, *, known: bool = True) -> None:

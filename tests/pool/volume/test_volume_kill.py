@@ -58,7 +58,6 @@ def test_acknowledged_objects_survive_sigkill(tmp_path: Path) -> None:
         places = os.pathsep.join([str(folder) for folder in Path(__file__).parents[:3]])
         environment = {**os.environ, "PYTHONPATH": places}
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as child:
-            assert child.stdout is not None
             for _ in range(chance.randrange(50, 300)):
                 number, turn = map(int, child.stdout.readline().split())
                 durable[number] = max(durable.get(number, 0), turn)

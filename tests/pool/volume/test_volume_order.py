@@ -137,7 +137,7 @@ def test_reads_have_priority_and_snapshots_come_last() -> None:
     device = store.simulated
     seen: list[Operation] = []
     submit = device.submit
-    device.submit = lambda operations: (seen.extend(operations), submit(operations))[1]  # type: ignore[method-assign]
+    device.submit = lambda operations: (seen.extend(operations), submit(operations))[1]
     store.put(key(1), b"x")
     store.volume.snapshot()
     store.drain()

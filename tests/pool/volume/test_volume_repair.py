@@ -219,7 +219,7 @@ def test_a_header_that_becomes_readable_again_does_not_match_another_snapshots_b
     header = SnapshotHeader.unpack(
         device.peek(place * BLOCK_BYTES, BLOCK_BYTES), store.volume.superblock.volume_id, layout, 0
     )
-    assert header is not None and header.generation == 2
+    assert header.generation == 2
     device = device.restart()
     device.fail(OperationKind.READ, first_block=place, last_block=place + 1, times=None)
     store = Store(device)

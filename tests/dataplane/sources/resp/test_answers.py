@@ -52,7 +52,7 @@ def plain(value: object) -> object:
 
 @given(st.lists(ENTRIES | OTHERS, max_size=5), st.lists(st.integers(0, 1000), max_size=8))
 def test_any_split_gives_the_values_of_the_general_reader(answers: list[object], cuts: list[int]) -> None:
-    wire = b"".join(answer if isinstance(answer, bytes) else encode(answer) for answer in answers)  # type: ignore[arg-type]
+    wire = b"".join(answer if isinstance(answer, bytes) else encode(answer) for answer in answers)
     expected = read_all(resp.ReplyReader(), wire, [])
     assert [plain(value) for value in read_all(AnswerReader(), wire, cuts)] == expected
     assert [plain(value) for value in read_all(AnswerReader(), wire, list(range(len(wire))))] == expected

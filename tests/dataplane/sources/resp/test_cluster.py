@@ -3,13 +3,24 @@
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot_of
-from dataplane_support import Client, expected, keys_of, kv, layout, listening, make_record, repeat, started
+from dataplane_support import (
+    Client,
+    keys_of,
+    kv,
+    kvs,
+    layout,
+    listening,
+    make_record,
+    repeat,
+    serving,
+    started,
+)
 from machine import until, wait_for
 from redis.crc import key_slot
 
@@ -27,16 +38,14 @@ from shadowserve.proto import dataplane_pb2 as pb
 SHAPE = layout()
 KEYS = keys_of(SHAPE, 24)
 RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+WANTED = kvs(SHAPE, len(KEYS))
 
 
 @pytest.fixture(scope="module")
 def module_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("cluster"), options=("--cluster-replica-no-failover", "yes"))
-    try:
-        cluster.start().never_fail_over()
+    with Cluster(tmp_path_factory.mktemp("cluster"), options=("--cluster-replica-no-failover", "yes")) as cluster:
+        cluster.never_fail_over()
         yield cluster
-    finally:
-        cluster.kill()
 
 
 @pytest.fixture
@@ -44,32 +53,25 @@ def cluster(module_cluster: Cluster) -> Cluster:
     """The shared cluster with a record for each key, on all masters."""
     module_cluster.clear()
     module_cluster.bring_home(KEYS)
+    return filled(module_cluster)
+
+
+@pytest.fixture
+def start_cluster(tmp_path: Path) -> Iterator[Callable[..., Cluster]]:
+    """Start a cluster for this test alone, with a record for each key."""
+    with contextlib.ExitStack() as stack:
+        yield lambda **options: filled(stack.enter_context(Cluster(tmp_path, **options)))
+
+
+def filled(cluster: Cluster) -> Cluster:
     for key, record in zip(KEYS, RECORDS, strict=True):
-        module_cluster.put(key, record)
-    return module_cluster
+        cluster.put(key, record)
+    return cluster
 
 
-@contextlib.asynccontextmanager
-async def serving(cluster: Any, chunks: int = len(KEYS), **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
-    async with Daemon(cluster_config(cluster, **changes)) as daemon:
-        client = Client(daemon.address)
-        try:
-            await client.register(SHAPE, chunks)
-            yield daemon, client
-        finally:
-            await client.close()
-
-
-async def assert_fetched(client: Client) -> None:
-    """Fetch all chunks, and check them."""
-    client.segment.memory[:] = 0
-    await client.fetches(KEYS, len(KEYS))
-    assert_delivered(client, len(KEYS))
-
-
-def assert_delivered(client: Client, count: int) -> None:
-    for index in range(count):
-        assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
+def plane(cluster: Any, **changes: Any) -> contextlib.AbstractAsyncContextManager[tuple[Daemon, Client]]:
+    """A data plane over a cluster, and a client with memory for all chunks."""
+    return serving(SHAPE, len(KEYS), cluster_config(cluster, **changes))
 
 
 def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
@@ -78,29 +80,25 @@ def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
 
 async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
     assert len({cluster.master_of(key).port for key in KEYS}) == 3
-    async with serving(cluster) as (daemon, client):
+    async with plane(cluster) as (daemon, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
-        await assert_fetched(client)
+        assert await client.fetched(KEYS) == WANTED
         assert daemon.metrics.totals["storage_redirections"] == 0
         assert daemon.metrics.totals["batches"] == 1
 
 
 async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
     cluster.clear()
-    async with serving(cluster) as (_, client):
-        data = b"".join(kv(SHAPE, seed) for seed in range(len(KEYS)))
-        client.segment.memory[:] = memoryview(data)
-        stored = await client.store(KEYS)
-        assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), stored.detail
-        client.segment.memory[:] = 0
+    async with plane(cluster) as (_, client):
+        client.fill(len(KEYS))
+        await client.stores(KEYS)
         for key in KEYS:
             assert cluster.master_of(key).redis.exists(storage_key(key))
-        await assert_fetched(client)
-        assert client.segment.memory.tobytes() == data
+        assert await client.fetched(KEYS) == WANTED
 
 
 async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
-    async with serving(cluster) as (daemon, client):
+    async with plane(cluster) as (daemon, client):
         await client.lookup(KEYS)  # headers are cached, so that the data connections get the redirection
         moved = KEYS[5]
         source = cluster.master_of(moved)
@@ -108,9 +106,8 @@ async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None
         cluster.move(slot_of(moved), source, target)
         await until(lambda: cluster.all_know(slot_of(moved), target))
         for redirections in (1, 1):  # the second fetch knows the slot
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
             assert daemon.metrics.totals["storage_redirections"] == redirections
-            client.segment.memory[:] = 0
         cluster.move(slot_of(moved), target, source)
         assert (await client.store([moved])).chunks == 1  # skipped or stored, in both cases at the right node
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
@@ -118,20 +115,20 @@ async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None
 
 async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: Cluster, tmp_path: Path) -> None:
     devices = [{"path": str(tmp_path / "tier"), "size": "16MiB"}]
-    async with serving(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
+    async with plane(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
         assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
         await client.lookup(KEYS)
         source = cluster.master_of(KEYS[5])
         cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
         metrics = daemon.metrics
         for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the moved chunk needs one more batch
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
             assert (metrics.totals["batches"], metrics.tier_records["memory"]) == (batches, near)
         assert metrics.totals["storage_redirections"] == 1 and metrics.tier_records["kept"] == len(KEYS)
 
 
 async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Cluster) -> None:
-    async with serving(cluster) as (daemon, client):
+    async with plane(cluster) as (daemon, client):
         await client.lookup(KEYS)
         moving = [KEYS[2], KEYS[9], KEYS[10]]
         ways = []
@@ -141,7 +138,7 @@ async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Clust
             cluster.begin_to_move(*ways[-1])
             assert cluster.move_keys(*ways[-1]) == 1
         try:
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
             assert daemon.metrics.totals["storage_redirections"] == len(moving)
             answer = await client.fetch(KEYS)  # ASK is valid once, so the map has not changed
             assert answer.chunks == len(KEYS)
@@ -160,10 +157,9 @@ async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cl
     source.redis.delete(storage_key(key))
     cluster.begin_to_move(slot_of(key), source, target)
     try:
-        async with serving(cluster) as (_, client):
+        async with plane(cluster) as (_, client):
             client.segment.memory[: SHAPE.raw_bytes] = memoryview(kv(SHAPE, 3))
-            stored = await client.store([key])
-            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1), stored.detail
+            await client.stores([key])
             assert not source.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key))
             assert target.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key)) == 1
     finally:
@@ -175,14 +171,14 @@ async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: 
     key = KEYS[4]
     source = cluster.master_of(key)
     target = another(cluster, source)
-    async with serving(cluster) as (_, client):
+    async with plane(cluster) as (_, client):
         await client.lookup(KEYS)
         source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "MIGRATING", target.id)
         source.redis.delete(storage_key(key))  # so it answers ASK, and the other node answers MOVED
         try:
             answer = await client.fetches(KEYS, 4, pb.OUTCOME_STORAGE_REFUSED)
             assert "redirected 5 times" in answer.detail
-            assert_delivered(client, 4)
+            assert client.chunks(4) == WANTED[:4]
         finally:
             source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "STABLE")
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
@@ -190,7 +186,7 @@ async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: 
 
 async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
-    async with serving(cluster) as (_, client):
+    async with plane(cluster) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
 
         async def of_a_node_that_has_not_heard(_: ServerCluster) -> None: ...
@@ -201,7 +197,7 @@ async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypa
             await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
         for _ in range(2):
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
 
 
 async def close_while_reading(cluster: Cluster, turns: int) -> None:
@@ -240,11 +236,11 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, m
         return moves
 
     monkeypatch.setattr(catalog, "HEADER_CACHE_BYTES", 0)
-    async with serving(cluster) as (_, client):
+    async with plane(cluster) as (_, client):
         mover = asyncio.create_task(move_about())
         try:
             for _ in range(10):
-                await assert_fetched(client)
+                assert await client.fetched(KEYS) == WANTED
         finally:
             stop.set()
             await mover
@@ -253,9 +249,9 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, m
 async def test_replicas_take_their_share(cluster: Cluster) -> None:
     for node in cluster.nodes:
         node.redis.config_resetstat()
-    async with serving(cluster, storage_cluster_replicas=True) as (_, client):
+    async with plane(cluster, storage_cluster_replicas=True) as (_, client):
         for _ in range(4):
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
     reads = {node.port: node.redis.info("commandstats").get("cmdstat_getrange", {"calls": 0}) for node in cluster.nodes}
     assert all(read["calls"] > 0 for read in reads.values()), reads
 
@@ -272,7 +268,7 @@ async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cl
         fresh = keys_of(SHAPE, 6, seed=77)
         for seed, key in enumerate(fresh):
             assert cluster.master_of(key).redis.set(storage_key(key), make_record(SHAPE, key, seed))
-        async with serving(cluster, storage_cluster_replicas=True) as (_, client):
+        async with plane(cluster, storage_cluster_replicas=True) as (_, client):
             for _ in range(2):
                 await client.fetches(fresh, 6)
     finally:
@@ -281,38 +277,29 @@ async def test_records_missing_on_a_replica_are_read_from_its_master(cluster: Cl
         wait_for(cluster.is_whole)
 
 
-async def test_a_dead_node_costs_its_chunks_until_the_failover(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
-    try:
-        cluster.start()
-        for key, record in zip(KEYS, RECORDS, strict=True):
-            cluster.put(key, record)
-        async with serving(cluster) as (daemon, client):
-            await client.lookup(KEYS)
-            first = next(
-                index
-                for index in range(1, len(KEYS))
-                if cluster.master_of(KEYS[index]) is not cluster.master_of(KEYS[0])
-            )
-            victim = cluster.master_of(KEYS[first])
-            victim.kill()
-            answer = await client.fetch(KEYS)
-            if answer.outcome != pb.OUTCOME_COMPLETE:  # the failover to the replica takes seconds
-                assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, first), answer.detail
-                assert_delivered(client, first)
-                assert str(victim.port) in answer.detail
-                assert daemon._source.connected  # to the other nodes
-            await repeat(lambda: client.fetch(KEYS), lambda answer: answer.chunks == len(KEYS))
-            assert_delivered(client, len(KEYS))
-            more = keys_of(SHAPE, 12, seed=5)
-            stored = await client.store(more)
-            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 12), stored.detail
-            for node in cluster.nodes:
-                node.kill()
-            answer = await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
-            await until(lambda: not daemon._source.connected)
-    finally:
-        cluster.kill()
+async def test_a_dead_node_costs_its_chunks_until_the_failover(start_cluster: Callable[..., Cluster]) -> None:
+    cluster = start_cluster()
+    async with plane(cluster) as (daemon, client):
+        await client.lookup(KEYS)
+        first = next(
+            index for index in range(1, len(KEYS)) if cluster.master_of(KEYS[index]) is not cluster.master_of(KEYS[0])
+        )
+        victim = cluster.master_of(KEYS[first])
+        victim.kill()
+        answer = await client.fetch(KEYS)
+        if answer.outcome != pb.OUTCOME_COMPLETE:  # the failover to the replica takes seconds
+            assert (answer.outcome, answer.chunks) == (pb.OUTCOME_STORAGE_UNAVAILABLE, first), answer.detail
+            assert client.chunks(first) == WANTED[:first]
+            assert str(victim.port) in answer.detail
+            assert daemon._source.connected  # to the other nodes
+        await repeat(lambda: client.fetch(KEYS), lambda answer: answer.chunks == len(KEYS))
+        assert client.chunks(len(KEYS)) == WANTED
+        more = keys_of(SHAPE, 12, seed=5)
+        await client.stores(more)
+        for node in cluster.nodes:
+            node.kill()
+        answer = await client.fetches(KEYS, 0, pb.OUTCOME_STORAGE_UNAVAILABLE)
+        await until(lambda: not daemon._source.connected)
 
 
 async def test_redirections_outside_the_cluster_are_not_followed() -> None:
@@ -340,39 +327,30 @@ async def test_redirections_outside_the_cluster_are_not_followed() -> None:
 
 
 async def test_an_unreachable_node_affects_only_groups_with_chunks_on_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    start_cluster: Callable[..., Cluster], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Symptom: a lookup was complete and named no reason while a node of the cluster was away."""
-    cluster = Cluster(tmp_path, replicas=0)
-    try:
-        cluster.start()
-        cluster.never_fail_over()
-        for key, record in zip(KEYS, RECORDS, strict=True):
-            cluster.put(key, record)
-        victim = cluster.master_of(KEYS[0])
-        away, here = ([i for i, key in enumerate(KEYS) if (cluster.master_of(key) is victim) == is_] for is_ in (1, 0))
-        async with serving(cluster) as (daemon, client):
-            await client.lookup(KEYS)
-            parts, begin = [], 0
-            for chosen in (away, here):
-                length = len(chosen) * SHAPE.raw_bytes
-                parts.append(client.part([KEYS[index] for index in chosen], offset=begin, length=length))
-                begin += length
-            victim.kill()
-            answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=pb.ORDER_LAYERS))
-            assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and str(victim.port) in answer.detail
-            there = [
-                unpack(data, SHAPE.layers, len(part.keys)) for data, part in zip(answer.delivered, parts, strict=True)
-            ]
-            assert not there[0].any() and there[1].all()
-            for place, index in enumerate(here, len(away)):
-                assert client.chunk(place) == expected(SHAPE, KEYS[index], RECORDS[index])
-            [flags] = (await client.lookup(KEYS)).present
-            assert [index for index, stored in enumerate(flags) if stored] == here
-            assert daemon.metrics.lookups == {"complete": 1, "storage_unavailable": 1}
-            assert f"{len(away)} keys count as not stored: " in caplog.text and str(victim.port) in caplog.text
-    finally:
-        cluster.kill()
+    cluster = start_cluster(replicas=0)
+    cluster.never_fail_over()
+    victim = cluster.master_of(KEYS[0])
+    away, here = ([i for i, key in enumerate(KEYS) if (cluster.master_of(key) is victim) == is_] for is_ in (1, 0))
+    async with plane(cluster) as (daemon, client):
+        await client.lookup(KEYS)
+        parts, begin = [], 0
+        for chosen in (away, here):
+            length = len(chosen) * SHAPE.raw_bytes
+            parts.append(client.part([KEYS[index] for index in chosen], offset=begin, length=length))
+            begin += length
+        victim.kill()
+        answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=pb.ORDER_LAYERS))
+        assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and str(victim.port) in answer.detail
+        there = [unpack(data, SHAPE.layers, len(part.keys)) for data, part in zip(answer.delivered, parts, strict=True)]
+        assert not there[0].any() and there[1].all()
+        assert client.chunks(len(KEYS))[len(away) :] == [WANTED[index] for index in here]
+        [flags] = (await client.lookup(KEYS)).present
+        assert [index for index, stored in enumerate(flags) if stored] == here
+        assert daemon.metrics.lookups == {"complete": 1, "storage_unavailable": 1}
+        assert f"{len(away)} keys count as not stored: " in caplog.text and str(victim.port) in caplog.text
 
 
 def test_slots_are_those_of_other_clients() -> None:

@@ -1,21 +1,22 @@
 """Fetches in layer order as one request: conditions, the request, and servers without that command."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import redis as redis_py
 from budget_support import report
 from dataplane_support import (
     TOKENS,
     WAYS,
     Client,
+    Fetched,
     Server,
-    expected,
+    StartServer,
     keys_of,
+    kv,
+    kvs,
     layout,
     make_record,
     running,
@@ -26,6 +27,7 @@ from dataplane_support import (
 from dpu_dataplane.plan import FetchPlan
 from dpu_dataplane.sources.resp.layers import LayerRequest, Threshold, layer_request
 from shadowserve import native
+from shadowserve.keys import storage_key
 from shadowserve.pieces import unpack
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -36,26 +38,13 @@ KEYS = keys_of(SHAPE, CHUNKS)
 RECORDS = [make_record(SHAPE, key, index) for index, key in enumerate(KEYS)]
 
 
-async def fetched(client: Client, storage: Server, **changes: Any) -> pb.FetchResponse:
+async def fetched(client: Client, storage: Server, **changes: Any) -> Fetched:
     """Fetch all chunks in layer order. Check their bytes."""
-    for key, data in zip(KEYS, RECORDS, strict=True):
-        storage.put(key, data)
+    storage.fill(SHAPE, KEYS)
     await client.register(SHAPE, CHUNKS)
-    part = client.part(KEYS, length=CHUNKS * SHAPE.raw_bytes)
-    answer = await client.stub.Fetch(
-        client.fetch_request([], **({"parts": [part], "order": pb.ORDER_LAYERS} | changes))
-    )
-    for index, (key, data) in enumerate(zip(KEYS, RECORDS, strict=True)):
-        mine = bytes(client.segment.memory[index * SHAPE.raw_bytes : (index + 1) * SHAPE.raw_bytes])
-        assert answer.outcome != pb.OUTCOME_COMPLETE or mine == expected(SHAPE, key, data)
+    answer = await client.fetch(KEYS, **({"order": pb.ORDER_LAYERS} | changes))
+    assert answer.outcome != pb.OUTCOME_COMPLETE or client.chunks(CHUNKS) == kvs(SHAPE, CHUNKS)
     return answer
-
-
-def calls(storage: Server) -> dict[str, int]:
-    """Return the number of executions of each command."""
-    with redis_py.Redis(port=storage.port, password=storage.password or None) as client:
-        found = client.info("commandstats")
-    return {name.removeprefix("cmdstat_"): each["calls"] for name, each in found.items()}
 
 
 @pytest.mark.parametrize("way", WAYS, ids=way_name)
@@ -63,14 +52,14 @@ async def test_a_fetch_in_layer_order_is_one_request_and_in_chunk_order_ranges(
     storage: Server, way: dict[str, Any]
 ) -> None:
     async with running(storage, layer_request_bytes_min=0, **way) as (daemon, client):
-        before = calls(storage)
+        before = storage.calls()
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE
-        after = calls(storage)
+        after = storage.calls()
         made = {name: after.get(name, 0) - before.get(name, 0) for name in ("kv.layers", "getrange")}
         assert made == {"kv.layers": 1, "getrange": 0}
         assert daemon.metrics.totals["layer_batches"] == 1
         await fetched(client, storage, order=pb.ORDER_CHUNKS)
-        assert calls(storage)["getrange"] > after.get("getrange", 0)
+        assert storage.calls()["getrange"] > after.get("getrange", 0)
         assert daemon.metrics.totals["layer_batches"] == 1
 
 
@@ -88,18 +77,15 @@ async def test_after_one_unknown_layer_request_range_requests_are_used(
         assert sum("(no_layer_requests)" in record.message for record in caplog.records) == 1
 
 
-async def test_after_a_refused_rate_layer_requests_go_on_without_a_rate(tmp_path: Path) -> None:
+async def test_after_a_refused_rate_layer_requests_go_on_without_a_rate(start_server: StartServer) -> None:
     """Symptom: one refused rate switched KV.LAYERS off, and the log said that the server did not know it."""
-    server = Server("storage_kv", tmp_path, options=("--layers-bits-per-s-min", "1000000000000")).start()
-    try:
-        async with running(server, layer_request_bytes_min=0) as (daemon, client):
-            await report(client)
-            for batches in (0, 1, 2):
-                assert (await fetched(client, server)).outcome == pb.OUTCOME_COMPLETE
-                assert daemon.metrics.totals["layer_batches"] == batches
-            assert daemon.metrics.slower_paths == {}
-    finally:
-        server.kill()
+    server = start_server("--layers-bits-per-s-min", "1000000000000")
+    async with running(server, layer_request_bytes_min=0) as (daemon, client):
+        await report(client)
+        for batches in (0, 1, 2):
+            assert (await fetched(client, server)).outcome == pb.OUTCOME_COMPLETE
+            assert daemon.metrics.totals["layer_batches"] == batches
+        assert daemon.metrics.slower_paths == {}
 
 
 async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) -> None:
@@ -109,35 +95,31 @@ async def test_below_layer_request_bytes_min_ranges_are_used(storage: Server) ->
         assert daemon.metrics.totals["layer_batches"] == 0
 
 
-async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_request(tmp_path: Path) -> None:
-    server = Server("storage_kv", tmp_path, options=("--memory-budget-bytes", "8 MiB")).start()
+async def test_batches_too_large_for_the_node_use_ranges_and_smaller_ones_one_request(
+    start_server: StartServer,
+) -> None:
+    server = start_server("--memory-budget-bytes", "8 MiB")
     large = layout(layers=6, vector_length=2048)
     keys = keys_of(large, 9)
-    try:
-        async with running(server, layer_request_bytes_min=0) as (daemon, client):
-            server.fill(large, keys)
-            await client.register(large, len(keys))
-            before = calls(server).get("getrange", 0)
-            for count, batches in ((9, 0), (2, 1)):
-                part = client.part(keys[:count], length=count * large.raw_bytes)
-                answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
-                assert answer.outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_BATCH_FULL), answer.detail
-                assert answer.fetched_bytes > 0 and daemon.metrics.totals["layer_batches"] == batches
-                if not batches:
-                    assert calls(server)["getrange"] > before
-    finally:
-        server.kill()
+    async with running(server, layer_request_bytes_min=0) as (daemon, client):
+        server.fill(large, keys)
+        await client.register(large, len(keys))
+        before = server.calls().get("getrange", 0)
+        for count, batches in ((9, 0), (2, 1)):
+            answer = await client.fetch(keys[:count], length=count * large.raw_bytes, order=pb.ORDER_LAYERS)
+            assert answer.outcome in (pb.OUTCOME_COMPLETE, pb.OUTCOME_BATCH_FULL), answer.detail
+            assert answer.fetched_bytes > 0 and daemon.metrics.totals["layer_batches"] == batches
+            if not batches:
+                assert server.calls()["getrange"] > before
 
 
 async def test_a_chunk_deleted_after_the_lookup_ends_the_prefix(storage: Server) -> None:
     async with running(storage, layer_request_bytes_min=0) as (daemon, client):
         assert (await fetched(client, storage)).outcome == pb.OUTCOME_COMPLETE  # so headers are cached
-        storage.command(b"DEL", b"kv:" + KEYS[3].hex().encode())
-        part = client.part(KEYS, length=CHUNKS * SHAPE.raw_bytes)
-        answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
+        storage.command(b"DEL", storage_key(KEYS[3]))
+        answer = await client.fetch(KEYS, order=pb.ORDER_LAYERS)
         assert answer.outcome == pb.OUTCOME_ABSENT
-        there = unpack(answer.delivered[0], SHAPE.layers, CHUNKS)
-        assert there[:, :3].all() and not there[:, 3].any()
+        assert answer.delivered[:, :3].all() and not answer.delivered[:, 3].any()
         assert daemon.metrics.totals["layer_batches"] == 2
 
 
@@ -155,7 +137,7 @@ async def test_a_chunk_that_one_part_lacks_does_not_interrupt_the_others(storage
             made = totals.copy()
             answer = await client.stub.Fetch(client.fetch_request([], parts=parts, order=pb.ORDER_LAYERS))
             assert [unpack(each, large.layers, 1).all() for each in answer.delivered] == [there, True], answer.detail
-            storage.command(b"DEL", b"kv:" + keys[0].hex().encode())
+            storage.command(b"DEL", storage_key(keys[0]))
         assert totals["batches"] == made["batches"] + 1
         assert totals["data_connections"] == made["data_connections"]
 
@@ -167,13 +149,9 @@ async def test_below_tiers_one_layer_request_brings_the_records_that_they_lack(s
     tiers = {"memory_budget_bytes": "64MiB"}
     async with serving(large, len(keys), storage, layer_request_bytes_min=0, tiers=tiers) as (daemon, client):
         for asked, batches in (([1], 1), ([1], 1), ([0, 1, 2], 2), ([2], 2)):
-            client.segment.memory[:] = 0
-            part = client.part([keys[index] for index in asked], length=len(asked) * large.raw_bytes)
-            answer = await client.stub.Fetch(client.fetch_request([], parts=[part], order=pb.ORDER_LAYERS))
-            assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-            for place, index in enumerate(asked):
-                mine = bytes(client.segment.memory[place * large.raw_bytes : (place + 1) * large.raw_bytes])
-                assert mine == expected(large, keys[index], make_record(large, keys[index], index))
+            wanted, length = [keys[index] for index in asked], len(asked) * large.raw_bytes
+            found = await client.fetched(wanted, length=length, order=pb.ORDER_LAYERS)
+            assert found == [kv(large, index) for index in asked]
             assert daemon.metrics.totals["layer_batches"] == batches
         assert daemon.metrics.tier_records["memory"] == 1 + 1 + 1
         assert daemon.metrics.slower_paths == {}
@@ -191,7 +169,6 @@ def order(layers: list[int], chunks: list[int], *, group: int = 0, window_s: flo
 
 
 def words(request: LayerRequest | None) -> list[str]:
-    assert request is not None
     return [part.decode() for part in request.command.split(b"\r\n")[2::2]]
 
 
@@ -202,7 +179,7 @@ def words(request: LayerRequest | None) -> list[str]:
 def test_the_request_names_layers_window_and_keys(layers: list[int], text: str) -> None:
     asked = order(layers, [1, 2, 4], window_s=0.0125)
     request = layer_request(asked, range(len(asked.pieces)))
-    assert request is not None and (request.layers, request.keys) == (len(layers), 3)
+    assert (request.layers, request.keys) == (len(layers), 3)
     assert words(request) == ["KV.LAYERS", text, "0", "12500", *(f"kv:{KEYS[chunk].hex()}" for chunk in (1, 2, 4))]
     assert words(layer_request(order([0], [0], window_s=1e9), [0]))[3] == "3600000000"
 

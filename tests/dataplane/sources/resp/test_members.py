@@ -2,11 +2,11 @@
 
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from dataplane_support import Server, keys_of, kvs, layout, serving
+from dataplane_support import Server, StartServer, keys_of, kvs, layout, serving
 from machine import until
 from tls_support import TlsServer, trusting
 
@@ -18,25 +18,13 @@ KEYS = keys_of(SHAPE, CHUNKS)
 NAME = "storage.test"
 
 
-def connections(server: Server) -> int:
-    """Return the number of connections to a server beside this one."""
-    from redis import Redis
-
-    with Redis(port=server.port) as client:
-        return int(client.info("clients")["connected_clients"]) - 1
-
-
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[list[Server]]:
+def nodes(start_server: StartServer) -> list[Server]:
     """Two storage nodes with the same records, and no bucket."""
-    servers = []
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
-        servers.append(Server("storage_kv", tmp_path / str(number)).start())
-        servers[-1].fill(SHAPE, KEYS)
-    yield servers
+    servers = [start_server(), start_server()]
     for server in servers:
-        server.kill()
+        server.fill(SHAPE, KEYS)
+    return servers
 
 
 async def test_nodes_come_and_go_by_the_file_and_an_empty_file_changes_nothing(
@@ -53,18 +41,16 @@ async def test_nodes_come_and_go_by_the_file_and_an_empty_file_changes_nothing(
     changes = {"storage_nodes": f"file:{file}", "storage_nodes_ttl_s": 0.05}
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", **changes) as (daemon, client):
         assert (await client.lookup(KEYS)).hits == [CHUNKS]
-        assert not connections(two)
+        assert not two.connections()
         write(f"{one.address}=0.5", f"{two.address}=2 # a larger one")
-        await until(lambda: connections(two) > 0)
+        await until(lambda: two.connections() > 0)
         write(two.address)
-        await until(lambda: not connections(one))
+        await until(lambda: not one.connections())
         one.kill()
         write("")
         await until(lambda: daemon.metrics.totals["storage_nodes_refused"] > 1)
         assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
-        answer = await client.fetch(KEYS)
-        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-        assert client.chunks(CHUNKS) == kvs(SHAPE, CHUNKS)
+        assert await client.fetched(KEYS) == kvs(SHAPE, CHUNKS)
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -79,13 +65,10 @@ async def test_nodes_of_a_name_show_certificates_for_that_name(
         lambda host, *rest, **more: resolve(host and host.replace(NAME, "127.0.0.1"), *rest, **more),
     )
     folder = make_certificates(*[NAME] * named)
-    server = TlsServer("storage_kv", tmp_path, folder).start()
-    try:
+    with TlsServer("storage_kv", tmp_path, folder) as server:
         nodes = {"storage_nodes": f"dns:{NAME}:{server.port}"}
         async with serving(SHAPE, CHUNKS, "127.0.0.1:1", **nodes, **trusting(folder)) as (_, client):
             answer = await client.lookup(KEYS)
-    finally:
-        server.kill()
     if named:
         assert (answer.outcome, answer.hits) == (pb.OUTCOME_COMPLETE, [0]), answer.detail
     else:

@@ -1,9 +1,9 @@
 """Round trips of a lookup over several storage nodes."""
 
 import pytest
-from dataplane_support import keys_of, layout, serving
+from dataplane_support import keys_of, layout
 from machine import WAIT_MAX_S
-from scripted_node import scripted_nodes
+from scripted_node import fleet
 
 SHAPE = layout()
 
@@ -16,10 +16,7 @@ async def test_records_of_several_sizes_take_a_lookup_of_idle_nodes_no_second_ro
         monkeypatch.setattr(f"dpu_dataplane.sources.resp.{limit}", WAIT_MAX_S)
     for module in ("dpu_dataplane.sources.resp.several", "shadowserve.placement"):
         monkeypatch.setattr(f"{module}.WAIT_MARGIN_US", 0)
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 40, "127.0.0.1:1", storage_nodes=[node.address for node in nodes]) as (_, client),
-    ):
+    async with fleet(2, 40) as (nodes, _, client):
         for seed in range(10):
             chain = keys_of(SHAPE, 40, seed)
             for node in nodes:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from dataplane_support import (
     TOKENS,
-    Client,
     Server,
+    StartServer,
     client_of,
     expected,
     found,
@@ -26,7 +26,7 @@ from dataplane_support import (
 )
 from faulty_s3 import BUCKET, Answer, Asked, FaultyS3, faulty_s3
 from machine import NEVER_S, WAIT_MAX_MS, WAIT_MAX_S, until, wait_for
-from scripted_node import ScriptedNode, scripted_nodes
+from scripted_node import ScriptedNode, fleet, scripted_nodes
 
 from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import StorageRefusedError
@@ -55,21 +55,11 @@ def bucket() -> Iterator[FaultyS3]:
 
 
 @pytest.fixture
-def nodes(bucket: FaultyS3, tmp_path: Path) -> Iterator[list[Server]]:
+def nodes(bucket: FaultyS3, start_server: StartServer) -> list[Server]:
     """Two storage nodes over one bucket, which they list all the time."""
     s3 = {"bucket": BUCKET, "endpoint": bucket.endpoint, "gather_s": 0.05, "index_ttl_s": 0.1, "timeout_s": WAIT_MAX_S}
     credentials = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
-    folders = [tmp_path / str(number) for number in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    servers = [
-        Server("storage_kv", folder, options=("--s3", json.dumps(s3)), environment=credentials) for folder in folders
-    ]
-    for server in servers:
-        server.start()
-    yield servers
-    for server in servers:
-        server.kill()
+    return [start_server("--s3", json.dumps(s3), environment=credentials) for _ in range(2)]
 
 
 def addresses(nodes: Sequence[Server | ScriptedNode]) -> list[str]:
@@ -79,6 +69,11 @@ def addresses(nodes: Sequence[Server | ScriptedNode]) -> list[str]:
 def chains_of(nodes: list[Server]) -> list[list[bytes]]:
     """Return for each node, in order, the keys of a chain whose first choice is that node."""
     return [own_chain(nodes, node) for node in nodes]
+
+
+def known(node: Server) -> int:
+    """Return the number of the bucket's records that a node knows."""
+    return int(node.ask("INFO", "s3")["records"])
 
 
 def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ...]:
@@ -109,32 +104,15 @@ def spread_chain(
     return next(keys for keys in chains if len({choices(nodes, key)[0] for key in keys[:within]}) == len(nodes))
 
 
-def known(node: Server) -> int:
-    """Return the number of the bucket's records that a node knows."""
-    from redis import Redis
-
-    with Redis(port=node.port) as client:
-        return int(client.info("s3")["records"])
-
-
-async def fetched(client: Client, keys: list[bytes]) -> list[bytes]:
-    """Fetch chunks. Return the ones that arrived."""
-    client.segment.memory[:] = 0
-    answer = await client.fetch(keys)
-    assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
-    return [client.chunk(index) for index in range(answer.chunks)]
-
-
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         for number, keys in enumerate(chains_of(nodes)):
             client.fill(CHUNKS)
-            stored = await client.store(keys)
-            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
+            await client.stores(keys)
             assert all(nodes[number].has(key) for key in keys)
-            await nodes_have_no_copy(nodes[1 - number], keys)
+            assert_no_copy(nodes[1 - number], keys)
             assert (await client.lookup(keys)).hits == [CHUNKS]
-            assert await fetched(client, keys) == kvs(SHAPE, CHUNKS)
+            assert await client.fetched(keys) == kvs(SHAPE, CHUNKS)
 
 
 async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes: list[Server]) -> None:
@@ -148,24 +126,16 @@ async def test_in_layer_order_each_node_answers_one_request_for_its_chunks(nodes
     async with serving(shape, chunks, "127.0.0.1:1", **options) as (daemon, client):
         for lost in (chunks, fewer):
             client.segment.memory[:] = 0
-            before = [calls(node) for node in nodes]
+            before = [node.calls() for node in nodes]
             if lost < chunks:
                 for node in nodes:
                     node.command(b"DEL", storage_key(chain[lost]))
             answer = await client.fetch(chain, order=pb.ORDER_LAYERS)
             assert answer.chunks == lost and client.chunks(lost) == wanted[:lost], answer.detail
             for node, old in zip(nodes, before, strict=True):
-                new = calls(node)
+                new = node.calls()
                 assert new["kv.layers"] > old.get("kv.layers", 0) and "getrange" not in new, new
         assert daemon.metrics.slower_paths == {} and daemon.metrics.totals["layer_batches"] >= 2
-
-
-def calls(node: Server) -> dict[str, int]:
-    """Return the number of executions of each command."""
-    from redis import Redis
-
-    with Redis(port=node.port) as client:
-        return {name.removeprefix("cmdstat_"): each["calls"] for name, each in client.info("commandstats").items()}
 
 
 async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(nodes: list[Server]) -> None:
@@ -177,20 +147,17 @@ async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(n
     ):
         request = pb.PublishRequest(keys=chain, lasts_ms=WAIT_MAX_MS, timeout_ms=WAIT_MAX_MS)
         assert (await prefill.stub.Publish(request)).reach == pb.REACH_ALL
-        answer = await look(decode, chain, published=True)
+        answer = await decode.look(chain, published=True)
         assert found(answer, 24).hits == [0] and unpack(answer.published[0], 24).all()
         decode.fill(24)
-        assert (await decode.store(chain)).chunks == 24
-        answer = await look(decode, chain, published=True)
+        await decode.stores(chain)
+        answer = await decode.look(chain, published=True)
         assert found(answer, 24).hits == [24] and not unpack(answer.published[0], 24).any()
 
 
-async def nodes_have_no_copy(node: Server, keys: list[bytes]) -> None:
+def assert_no_copy(node: Server, keys: list[bytes]) -> None:
     """Check that a node has no record of a chain itself; it may know records of the bucket."""
-    from redis import Redis
-
-    with Redis(port=node.port) as client:
-        assert not {b"kv:" + key.hex().encode() for key in keys} & set(client.scan_iter(count=1000))
+    assert not {storage_key(key).decode() for key in keys} & set(node.ask("KEYS", "*"))
 
 
 async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> None:
@@ -199,23 +166,22 @@ async def test_a_dead_node_is_replaced_until_it_returns(nodes: list[Server]) -> 
     wanted = kvs(SHAPE, CHUNKS)
     await until(lambda: known(nodes[1]) >= CHUNKS)
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
-        assert await fetched(client, chain) == wanted
+        assert await client.fetched(chain) == wanted
         assert daemon.metrics.gauges["storage_nodes_away"][1]() == 0
         nodes[0].kill()
         # The headers are cached, and the connections are closed: the next node has the bucket's records.
-        assert await fetched(client, chain) == wanted
+        assert await client.fetched(chain) == wanted
         assert (await client.lookup(chain)).hits == [CHUNKS]
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 1)
         late = own_chain(nodes, nodes[0], 1000)
-        stored = await client.store(late)
-        assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), stored.detail
+        await client.stores(late)
         assert all(nodes[1].has(key) for key in late)
         nodes[0].start()
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
         wait_for(lambda: known(nodes[0]) >= 2 * CHUNKS)
         nodes[1].kill()
-        assert await fetched(client, chain) == wanted, "the node must have its prefixes again, from the bucket"
-        assert len(await fetched(client, late)) == CHUNKS
+        assert await client.fetched(chain) == wanted, "the node must have its prefixes again, from the bucket"
+        assert len(await client.fetched(late)) == CHUNKS
         assert (await client.lookup(other)).outcome == pb.OUTCOME_COMPLETE
 
 
@@ -230,33 +196,22 @@ async def test_unreachable_nodes_are_skipped_and_an_outage_of_all_is_reported(no
         assert lookup.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "is it running" in lookup.detail
 
 
-async def look(client: Client, *chains: list[bytes], **changes: Any) -> pb.LookupResponse:
-    asked = [pb.KeyChain(keys=keys, namespace=SHAPE.namespace) for keys in chains]
-    answer: pb.LookupResponse = await client.stub.Lookup(
-        pb.LookupRequest(chains=asked, timeout_ms=WAIT_MAX_MS, **changes)
-    )
-    return answer
-
-
 async def test_a_lookup_reports_cold_chunks_without_waiting(nodes: list[Server], bucket: FaultyS3) -> None:
     chain, other = chains_of(nodes)
     records = nodes[1].fill(SHAPE, chain)  # not the first choice, which finds them in the bucket
     await until(lambda: known(nodes[0]) >= CHUNKS)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    gate = bucket.hold("get")
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         read = bucket.count("get")
-        try:
-            answer = await look(client, chain, other, published=True)
-            assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
-            assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
-            assert list(answer.tiers) == [bytes([pb.TIER_COLD] * CHUNKS), bytes(CHUNKS)]
-            assert list(answer.stored_bytes) == [sum(map(len, records)), 0], "the node must know the lengths"
-            assert bucket.count("get") == read, "nothing was read"
-        finally:
-            gate.set()
-        assert len(await fetched(client, chain)) == CHUNKS
-        answer = await look(client, chain, other)
+        answer = await client.look(chain, other, published=True)
+        assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0]
+        assert answer.cold_ms[0] > 0 and answer.cold_ms[1] == 0
+        assert list(answer.tiers) == [bytes([pb.TIER_COLD] * CHUNKS), bytes(CHUNKS)]
+        assert list(answer.stored_bytes) == [sum(map(len, records)), 0], "the node must know the lengths"
+        assert bucket.count("get") == read, "nothing was read"
+        gate.set()
+        assert len(await client.fetched(chain)) == CHUNKS
+        answer = await client.look(chain, other)
         assert found(answer, CHUNKS, CHUNKS).hits == [CHUNKS, 0] and list(answer.cold_ms) == [0, 0]
         assert list(answer.tiers) == [bytes([pb.TIER_STORAGE] * CHUNKS), bytes(CHUNKS)]
 
@@ -285,16 +240,14 @@ async def test_other_engines_have_their_turn_while_the_bucket_stalls(nodes: list
         await theirs.register(large, 1)
         client.segment.memory[:] = 0
         wanted = [expected(large, key, record) for key, record in zip(chain, records, strict=True)]
-        try:
-            fetching = [asyncio.create_task(client.fetch(chain, order=pb.ORDER_LAYERS, length=2 * large.raw_bytes))]
-            await until(lambda: client.chunk(1)[:MIB] == wanted[1][:MIB])
-            whole = {"offset": 2 * large.raw_bytes, "length": 2 * large.raw_bytes}  # its headers are cached by now
-            fetching.append(asyncio.create_task(client.fetch(chain, **whole)))
-            for _ in range(2):
-                near = await theirs.fetch([other])
-                assert near.chunks == 1 and not any(each.done() for each in fetching)
-        finally:
-            gate.set()
+        fetching = [asyncio.create_task(client.fetch(chain, order=pb.ORDER_LAYERS, length=2 * large.raw_bytes))]
+        await until(lambda: client.chunk(1)[:MIB] == wanted[1][:MIB])
+        whole = {"offset": 2 * large.raw_bytes, "length": 2 * large.raw_bytes}  # its headers are cached by now
+        fetching.append(asyncio.create_task(client.fetch(chain, **whole)))
+        for _ in range(2):
+            near = await theirs.fetch([other])
+            assert near.chunks == 1 and not any(each.done() for each in fetching)
+        gate.set()
         assert [(await each).chunks for each in fetching] == [2, 2]
         assert client.chunks(4) == [*wanted, *wanted] and theirs.chunk(0) == kv(large, 2)
 
@@ -306,31 +259,26 @@ async def test_a_lookup_with_prefetch_brings_cold_records_and_nothing_else_waits
     nodes[1].put(other[0], make_record(SHAPE, other[0], 1))
     nodes[1].fill(SHAPE, chain)
     await until(lambda: known(nodes[0]) > CHUNKS)
-    gate = threading.Event()
-    bucket.fault = lambda asked: Answer(after=gate) if asked.operation == "get" else None
+    gate = bucket.hold("get")
     async with serving(SHAPE, 2 * CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
-        try:
-            assert set((await look(client, chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
-            fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
-            await until(lambda: bucket.count("get") > 0)
-            assert (await look(client, [other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups must continue"
-            near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
-            assert near.chunks == 1 and not fetching.done(), "the fetch gives up its turn while it waits"
-            again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
-            assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, (
-                "the record is stored, so a read is not needed"
-            )
-        finally:
-            gate.set()
+        assert set((await client.look(chain, prefetch=True)).tiers[0]) == {pb.TIER_COLD}
+        fetching = asyncio.create_task(client.fetch(chain, length=CHUNKS * SHAPE.raw_bytes))
+        await until(lambda: bucket.count("get") > 0)
+        assert (await client.look([other[0]])).tiers[0] == bytes([pb.TIER_STORAGE]), "other lookups must continue"
+        near = await client.fetch([other[0]], offset=CHUNKS * SHAPE.raw_bytes, length=SHAPE.raw_bytes)
+        assert near.chunks == 1 and not fetching.done(), "the fetch gives up its turn while it waits"
+        again = await client.store(chain[:1], offset=CHUNKS * SHAPE.raw_bytes)
+        assert again.outcome == pb.OUTCOME_COMPLETE and again.stored_bytes > 0, (
+            "the record is stored, so a read is not needed"
+        )
+        gate.set()
         assert (await fetching).chunks == CHUNKS
-        answer = await look(client, chain, prefetch=True)
+        answer = await client.look(chain, prefetch=True)
         assert answer.tiers[0] == bytes([pb.TIER_STORAGE] * CHUNKS) and not answer.cold_ms[0]
 
 
 async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_path: Path) -> None:
     """One chunk in memory, one on a device, one in storage, one only in the bucket, and two nowhere."""
-    from redis import Redis
-
     chain, _ = chains_of(nodes)
     records = [make_record(SHAPE, key, seed) for seed, key in enumerate(chain)]
     nodes[1].fill(SHAPE, chain[:4])
@@ -338,20 +286,19 @@ async def test_a_lookup_reports_the_tier_of_each_chunk(nodes: list[Server], tmp_
     devices = [{"path": str(tmp_path / "tier.pool"), "size": "64MiB", "bandwidth": "1GB"}]
     tiers = {"memory_budget_bytes": "32MiB", "devices": devices}
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):
-        assert set((await look(client, chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
-        assert len(await fetched(client, chain[1:2])) == 1  # the tiers fill it, finally on the device
+        assert set((await client.look(chain)).tiers[0]) == {pb.TIER_COLD, pb.TIER_NONE}
+        assert len(await client.fetched(chain[1:2])) == 1  # the tiers fill it, finally on the device
     async with running("127.0.0.1:1", storage_nodes=addresses(nodes), tiers=tiers) as (_, client):  # empty memory
         await client.register(SHAPE, CHUNKS)
-        assert len(await fetched(client, chain[:1])) == 1
-        with Redis(port=nodes[0].port) as reader:
-            assert reader.get(storage_key(chain[2])) == records[2]  # the node then has it in memory
-        answer = await look(client, chain)
+        assert len(await client.fetched(chain[:1])) == 1
+        nodes[0].command(b"GET", storage_key(chain[2]))  # the node then has it in memory
+        answer = await client.look(chain)
         expected_tiers = [pb.TIER_MEMORY, pb.TIER_DEVICE, pb.TIER_STORAGE, pb.TIER_COLD, pb.TIER_NONE, pb.TIER_NONE]
         assert list(answer.tiers[0]) == expected_tiers
         assert answer.stored_bytes[0] == sum(map(len, records[:4])) and answer.cold_ms[0] > 0
         for node in nodes:
             node.kill()
-        assert found(await look(client, chain), CHUNKS).hits == [2], "the tiers must serve without storage"
+        assert found(await client.look(chain), CHUNKS).hits == [2], "the tiers must serve without storage"
 
 
 @pytest.mark.parametrize("kind", ["redis", "storage"])
@@ -359,9 +306,10 @@ async def test_storage_without_a_bucket_has_no_cold_records(kind: str, request: 
     store: Server = request.getfixturevalue(kind)
     keys = keys_of(SHAPE, 2)
     store.put(keys[0], make_record(SHAPE, keys[0], 0))
-    async with running(store) as (daemon, client):
+    async with running(store) as (_, client):
+        client.shape = SHAPE
         for _ in range(2):
-            answer = await look(client, keys, prefetch=True)
+            answer = await client.look(keys, prefetch=True)
             assert found(answer, 2).present == [[True, False]] and list(answer.cold_ms) == [0]
 
 
@@ -374,10 +322,7 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
     """The answer of a lookup is that of the node which is read from: here the other one has another encoding."""
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
     caplog.set_level("INFO", "dpu_dataplane")
-    async with (
-        scripted_nodes(3) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
-    ):
+    async with fleet(3, 4) as (nodes, daemon, client):
         chain = own_chain(nodes, nodes[0], chunks=4)
         second = next(node for node in nodes if node.address == choices(nodes, chain[0])[1])
         wanted = kvs(SHAPE, 4)
@@ -389,9 +334,7 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
                 assert (await client.lookup(chain)).hits == [4]
             for node in nodes:
                 node.asked.clear()
-            client.segment.memory[:] = 0
-            answer = await client.fetch(chain)
-            assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == wanted, answer.detail
+            assert await client.fetched(chain) == wanted
             assert not any(node.asked["KV.META"] for node in nodes), "the headers of the lookup are the right ones"
             return [node for node in nodes if node.asked["GETRANGE"]]
 
@@ -416,21 +359,17 @@ async def test_reads_move_from_a_busy_node_to_the_second_choice_and_back(
 
 async def test_a_lookup_asks_first_and_second_choices_in_one_round_trip() -> None:
     """Symptom: a lookup of a busy node's records took two round trips, one after the other."""
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
-    ):
+    async with fleet(2, 4) as (nodes, _, client):
         chain = own_chain(nodes, nodes[0], chunks=4)
         for node in nodes:
             node.fill(SHAPE, chain)
         nodes[0].load = 1_000_000
         assert (await client.lookup(chain)).hits == [4]
-        nodes[0].held = ["KV.META"]
-        nodes[0].free.clear()
+        nodes[0].hold("KV.META")
         before = nodes[1].asked["KV.META"]
         looking = asyncio.ensure_future(client.lookup(chain))
         await until(lambda: nodes[0].waiting and nodes[1].asked["KV.META"] > before)
-        nodes[0].free.set()
+        nodes[0].free()
         assert (await looking).hits == [4]
 
 
@@ -439,10 +378,7 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
 ) -> None:
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._PART_BYTES", 1000)
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
-    ):
+    async with fleet(2, 4) as (nodes, daemon, client):
         chain = own_chain(nodes, nodes[0], chunks=4)
         nodes[0].fill(SHAPE, chain)
         names = [storage_key(key) for key in chain]
@@ -461,7 +397,7 @@ async def test_hot_records_are_copied_to_the_second_choice_verified_and_without_
         assert daemon.metrics.moved_bytes["copy"] > 0
         assert nodes[0].asked["GETRANGE"] >= 2 * (counts["copied"] + counts["failed"]), "each takes several turns"
         nodes[0].fill(SHAPE, chain)
-        assert await fetched(client, chain) == kvs(SHAPE, 4)
+        assert await client.fetched(chain) == kvs(SHAPE, 4)
         assert nodes[1].asked["GETRANGE"]
         await daemon._source.delete(chain[0])
         assert not any(names[0] in node.records for node in nodes), "a record is deleted wherever it may be"
@@ -472,18 +408,14 @@ async def test_a_record_that_receives_an_expiry_while_it_is_copied_gets_no_copy(
 ) -> None:
     """Symptom: the copy never expired."""
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._JITTER_S", 0)
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 1, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
-    ):
+    async with fleet(2, 1) as (nodes, daemon, client):
         chain = own_chain(nodes, nodes[0], chunks=1)
         nodes[0].fill(SHAPE, chain)
         nodes[0].load = 1_000_000
-        nodes[0].held = ["GETRANGE"]
-        nodes[0].free.clear()
+        nodes[0].hold("GETRANGE")
         await repeat(lambda: client.lookup(chain), lambda _: nodes[0].waiting)
         nodes[0].lifetimes[storage_key(chain[0])] = 1000
-        nodes[0].free.set()
+        nodes[0].free()
         counts = daemon.metrics.storage_nodes_copies
         await until(counts.total)
         assert counts == {"dropped": 1} and not nodes[1].records
@@ -491,10 +423,7 @@ async def test_a_record_that_receives_an_expiry_while_it_is_copied_gets_no_copy(
 
 async def test_a_node_that_refuses_a_command_is_not_avoided() -> None:
     """Symptom: after a refusal, reads and stores went to the next node."""
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
-    ):
+    async with fleet(2, 4) as (nodes, daemon, client):
         chain = own_chain(nodes, nodes[0], chunks=4)
         nodes[0].fill(SHAPE, chain)
         nodes[0].refused = ["DEL", "KV.PUBLISH"]
@@ -510,10 +439,7 @@ async def test_a_node_that_refuses_a_command_is_not_avoided() -> None:
 async def test_a_length_out_of_range_is_no_answer(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dpu_dataplane.sources.resp.links.AnswerReader", ReplyReader)  # no fast path
     monkeypatch.setattr(ScriptedNode, "_meta", lambda *_: b"*2\r\n:%d\r\n$1\r\nx\r\n" % length)
-    async with (
-        scripted_nodes(1) as nodes,
-        serving(SHAPE, 1, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
-    ):
+    async with fleet(1, 1) as (nodes, _, client):
         answer = await client.lookup(keys_of(SHAPE, 1))
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE and "unknown format" in answer.detail
 
@@ -524,16 +450,12 @@ async def test_a_second_choice_that_does_not_answer_delays_no_lookup_and_no_answ
     """Symptom: while one second choice was slow, all reads stayed on the busy first choice."""
     monkeypatch.setattr("dpu_dataplane.sources.resp.several._SECOND_S", 0.1)
     monkeypatch.setattr("dpu_dataplane.sources.resp.copies._WAITING_MAX", 0)
-    async with (
-        scripted_nodes(3) as nodes,
-        serving(SHAPE, 8, "127.0.0.1:1", storage_nodes=addresses(nodes), command_timeout_s=NEVER_S) as (daemon, client),
-    ):
+    async with fleet(3, 8, command_timeout_s=NEVER_S) as (nodes, daemon, client):
         chain = own_chain(nodes, nodes[0], chunks=8, seconds=2)
         for node in nodes:
             node.fill(SHAPE, chain)
         nodes[0].load = 1_000_000
-        nodes[1].held = ["KV.META"]
-        nodes[1].free.clear()
+        nodes[1].hold("KV.META")
         for _ in range(2):
             assert (await client.lookup(chain)).hits == [8]
             assert nodes[1].waiting
@@ -548,16 +470,13 @@ async def test_a_second_choice_that_does_not_answer_delays_no_lookup_and_no_answ
         await asyncio.wait_for(daemon._source.delete(chain[0]), WAIT_MAX_S)
         await asyncio.wait_for(daemon._source.delete(chain[4]), WAIT_MAX_S)
         assert not {storage_key(chain[0]), storage_key(chain[4])} & set(nodes[0].records)
-        nodes[1].free.set()
+        nodes[1].free()
 
 
 @pytest.mark.parametrize("order", [pb.ORDER_CHUNKS, pb.ORDER_LAYERS])
 async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time(order: Any) -> None:
     chunks = 24
-    async with (
-        scripted_nodes(3) as nodes,
-        serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client),
-    ):
+    async with fleet(3, chunks) as (nodes, daemon, client):
         chain = spread_chain(nodes, chunks)
         for node in nodes:
             node.fill(SHAPE, chain)
@@ -565,31 +484,24 @@ async def test_a_node_that_dies_during_a_fetch_costs_its_chunks_nothing_but_time
         assert (await client.fetch(chain, order=order)).chunks == chunks
         assert all(node.asked["GETRANGE"] for node in nodes), "a fetch reads from all of its nodes"
         assert daemon.metrics.storage_nodes_reads == {"first": chunks}
-        client.segment.memory[:] = 0
         nodes[1].cuts_at = nodes[1].asked["GETRANGE"] + 2
-        answer = await client.fetch(chain, order=order)
-        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(chunks) == kvs(SHAPE, chunks), answer.detail
+        assert await client.fetched(chain, order=order) == kvs(SHAPE, chunks)
         assert daemon.metrics.storage_nodes_reads["away"] > 0
 
 
 async def test_a_node_that_hangs_is_left_when_its_control_connection_is_lost() -> None:
-    async with (
-        scripted_nodes(2) as nodes,
-        serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client),
-    ):
+    async with fleet(2, 4) as (nodes, _, client):
         chain = own_chain(nodes, nodes[0], chunks=4)
         for node in nodes:
             node.fill(SHAPE, chain)
         assert (await client.lookup(chain)).hits == [4]
-        nodes[0].held = ["GETRANGE"]
-        nodes[0].free.clear()
-        fetching = asyncio.create_task(client.fetch(chain))
+        nodes[0].hold("GETRANGE")
+        fetching = asyncio.create_task(client.fetched(chain))
         await until(lambda: nodes[0].waiting > 0)
         nodes[0].cut("KV.META")
-        answer = await fetching
-        assert answer.outcome == pb.OUTCOME_COMPLETE and client.chunks(4) == kvs(SHAPE, 4), answer.detail
+        assert await fetching == kvs(SHAPE, 4)
         assert nodes[1].asked["GETRANGE"]
-        nodes[0].free.set()
+        nodes[0].free()
 
 
 async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
@@ -600,7 +512,7 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
     ):
         chain = spread_chain(nodes, chunks)
         client.fill(chunks)
-        assert (await client.store(chain)).chunks == chunks
+        await client.stores(chain)
         source = daemon._source
         assert sum(len(node.records) for node in nodes[:3]) == chunks, "one copy of each"
         for refused in ({}, {nodes[0].address: 0.0}, {nodes[0].address: float("nan")}):
@@ -609,20 +521,19 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         await source.set_members(dict.fromkeys(addresses(nodes), 1.0))
         for _ in range(2):
             assert (await client.lookup(chain)).hits == [chunks], "the old node has what the new one lacks"
-            assert await fetched(client, chain) == kvs(SHAPE, chunks)
+            assert await client.fetched(chain) == kvs(SHAPE, chunks)
         assert daemon.metrics.storage_nodes_reads["second"] > 0 and not nodes[3].asked["GETRANGE"]
         client.fill(chunks)
         assert (await client.store(chain)).stored_bytes > 0, "the new node receives its share"
-        assert (await client.lookup(chain)).hits == [chunks] and await fetched(client, chain) == kvs(SHAPE, chunks)
+        assert (await client.lookup(chain)).hits == [chunks] and await client.fetched(chain) == kvs(SHAPE, chunks)
         assert nodes[3].asked["GETRANGE"]
         # A removed node answers what it was asked before.
-        nodes[0].held = ["KV.META"]
-        nodes[0].free.clear()
+        nodes[0].hold("KV.META")
         looking = asyncio.create_task(client.lookup(chain))
         await until(lambda: nodes[0].waiting > 0)
         removing = asyncio.create_task(source.set_members(dict.fromkeys(addresses(nodes[1:]), 1.0)))
         await until(lambda: nodes[0].address not in source.name)
-        nodes[0].free.set()
+        nodes[0].free()
         assert (await looking).hits == [chunks]
         await removing
         asked = nodes[0].asked.copy()
@@ -630,24 +541,17 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         assert nodes[0].asked == asked
 
 
-async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(tmp_path: Path) -> None:
-    folders = [tmp_path / "0", tmp_path / "1"]
-    for folder in folders:
-        folder.mkdir()
-    stores = [Server("storage_kv", folder).start() for folder in folders]
-    try:
-        chain = own_chain(stores, stores[0])
-        stores[0].kill()
-        async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(stores)) as (daemon, client):
-            client.fill(CHUNKS)
-            assert (await client.store(chain)).chunks == CHUNKS
-            stores[0].start()
-            await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
-            assert (await client.lookup(chain)).hits == [CHUNKS] and await fetched(client, chain) == kvs(SHAPE, CHUNKS)
-            assert daemon.metrics.storage_nodes_reads == {"second": CHUNKS}
-    finally:
-        for store in stores:
-            store.kill()
+async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(start_server: StartServer) -> None:
+    stores = [start_server(), start_server()]
+    chain = own_chain(stores, stores[0])
+    stores[0].kill()
+    async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(stores)) as (daemon, client):
+        client.fill(CHUNKS)
+        await client.stores(chain)
+        stores[0].start()
+        await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
+        assert (await client.lookup(chain)).hits == [CHUNKS] and await client.fetched(chain) == kvs(SHAPE, CHUNKS)
+        assert daemon.metrics.storage_nodes_reads == {"second": CHUNKS}
 
 
 async def test_a_node_that_is_being_removed_is_closed_with_the_data_plane() -> None:
@@ -656,8 +560,7 @@ async def test_a_node_that_is_being_removed_is_closed_with_the_data_plane() -> N
         async with serving(SHAPE, 4, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (daemon, client):
             chain = own_chain(nodes, nodes[0], chunks=4)
             await client.lookup(chain)
-            nodes[0].held = ["KV.META"]
-            nodes[0].free.clear()
+            nodes[0].hold("KV.META")
             looking = asyncio.create_task(client.lookup(chain))
             await until(lambda: nodes[0].waiting > 0)
             removing = asyncio.create_task(daemon._source.set_members({nodes[1].address: 1.0}))
@@ -665,7 +568,7 @@ async def test_a_node_that_is_being_removed_is_closed_with_the_data_plane() -> N
             for task in (removing, looking):
                 task.cancel()
                 await asyncio.wait([task])
-        nodes[0].free.set()
+        nodes[0].free()
         await until(lambda: not nodes[0].connections)
 
 
@@ -679,13 +582,13 @@ async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_no
         await daemon._source.set_members({nodes[1].address: 1.0, nodes[2].address: 3.0})
         chain = spread_chain(nodes[:2], chunks)
         one.fill(chunks)
-        assert (await one.store(chain)).chunks == chunks
+        await one.stores(chain)
         [hits] = (await other.lookup(chain)).hits
         assert hits < chunks
         if hits:
-            assert await fetched(other, chain[:hits]) == kvs(SHAPE, hits)
+            assert await other.fetched(chain[:hits]) == kvs(SHAPE, hits)
         other.fill(chunks)
-        assert (await other.store(chain)).chunks == chunks
+        await other.stores(chain)
         for client in (one, other):
             assert (await client.lookup(chain)).hits == [chunks]
-            assert await fetched(client, chain) == kvs(SHAPE, chunks)
+            assert await client.fetched(chain) == kvs(SHAPE, chunks)

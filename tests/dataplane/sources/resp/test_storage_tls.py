@@ -13,11 +13,10 @@ import pytest
 from cluster_support import Cluster, cluster_config
 from dataplane_support import (
     WAYS,
-    Client,
     Server,
     config,
-    expected,
     keys_of,
+    kvs,
     layout,
     listening,
     make_record,
@@ -34,12 +33,12 @@ from dpu_dataplane.sources.resp.links import Dialer, Node
 from shadowserve import native
 from shadowserve.addresses import split_address
 from shadowserve.errors import ConfigurationError, StorageUnavailableError
-from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(layers=8)
 KEYS = keys_of(SHAPE, 12)
 RECORDS = [make_record(SHAPE, key, seed) for seed, key in enumerate(KEYS)]
+WANTED = kvs(SHAPE, len(KEYS))
 
 
 class Proxy:
@@ -90,14 +89,9 @@ async def proxied(folder: Path, port: int) -> AsyncIterator[Proxy]:
 @pytest.fixture(scope="module")
 def encrypted(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[TlsServer]:
     """A storage server with TLS and a password that has the records."""
-    server = TlsServer("storage_kv", tmp_path_factory.mktemp("tls"), certificates, password="of tls")
-    server.start()
-    try:
-        for key, record in zip(KEYS, RECORDS, strict=True):
-            assert server.command(b"SET", storage_key(key), record) == b"+OK"
+    with TlsServer("storage_kv", tmp_path_factory.mktemp("tls"), certificates, password="of tls") as server:
+        server.fill(SHAPE, KEYS)
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.fixture
@@ -105,17 +99,6 @@ async def proxy(storage: Server, certificates: Path) -> AsyncIterator[Proxy]:
     storage.fill(SHAPE, KEYS)
     async with proxied(certificates, storage.port) as proxy:
         yield proxy
-
-
-async def assert_fetched(client: Client) -> None:
-    client.segment.memory[:] = 0
-    await client.fetches(KEYS, len(KEYS))
-    assert_delivered(client, len(KEYS))
-
-
-def assert_delivered(client: Client, count: int) -> None:
-    for index in range(count):
-        assert client.chunk(index) == expected(SHAPE, KEYS[index], RECORDS[index]), index
 
 
 async def fails(server: "Server | str", *words: str, **changes: Any) -> None:
@@ -133,7 +116,7 @@ async def test_bytes_are_encrypted_and_arrive_unchanged(
     async with serving(SHAPE, len(KEYS), encrypted, **trusting(certificates), **way) as (_, client):
         assert (await client.lookup(KEYS)).hits == [len(KEYS)]
         for _ in range(2):
-            await assert_fetched(client)
+            assert await client.fetched(KEYS) == WANTED
 
 
 async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsServer, certificates: Path) -> None:
@@ -148,19 +131,12 @@ async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsSe
 
 @pytest.mark.parametrize("kind", ["storage_kv", "redis"])
 async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -> None:
-    server = TlsServer(kind, tmp_path, certificates, mutual=True, password="both")
-    try:
-        server.start()
+    with TlsServer(kind, tmp_path, certificates, mutual=True, password="both") as server:
         async with serving(SHAPE, len(KEYS), server, **trusting(certificates), **showing(certificates)) as (_, client):
             client.fill(len(KEYS))
-            stored = await client.store(KEYS)
-            assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, len(KEYS)), stored.detail
-            await assert_fetched(client)
-        await fails(
-            server, "storage_tls_cert", **trusting(certificates)
-        )  # and without a client certificate all calls fail
-    finally:
-        server.kill()
+            await client.stores(KEYS)
+            assert await client.fetched(KEYS) == WANTED
+        await fails(server, "storage_tls_cert", **trusting(certificates))  # without a client certificate
 
 
 @pytest.mark.parametrize(
@@ -206,7 +182,7 @@ async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates
     async with serving(SHAPE, len(KEYS), proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.lookup(KEYS)
         proxy.cut_after, proxy.cuts_left = len(b"+PONG\r\n") + after, 1
-        await assert_fetched(client)  # one failure: the daemon connects again
+        assert await client.fetched(KEYS) == WANTED  # one failure: the daemon connects again
         assert proxy.cuts == 1
     async with serving(SHAPE, len(KEYS), proxy.address, connections=1, **trusting(certificates)) as (_, client):
         await client.lookup(KEYS)
@@ -214,7 +190,7 @@ async def test_a_truncated_tls_stream_is_not_complete(proxy: Proxy, certificates
         answer = await client.fetch(KEYS)  # permanent failure
         assert answer.outcome == pb.OUTCOME_STORAGE_UNAVAILABLE
         assert answer.chunks < len(KEYS)
-        assert_delivered(client, answer.chunks)
+        assert client.chunks(answer.chunks) == WANTED[: answer.chunks]
 
 
 async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
@@ -226,8 +202,7 @@ async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
         await client.lookup(KEYS)
         encrypted.freeze()
         try:
-            late = await client.fetch(KEYS, timeout_ms=300)
-            assert (late.outcome, late.chunks) == (pb.OUTCOME_DEADLINE, 0)
+            await client.fetches(KEYS, 0, pb.OUTCOME_DEADLINE, timeout_ms=300)
             request = client.fetch_request(KEYS, timeout_ms=int(1000 * NEVER_S))
             call = asyncio.ensure_future(client.stub.Fetch(request))
             await until(encrypted.asked)
@@ -235,7 +210,7 @@ async def test_a_handshake_does_not_outlive_the_call_that_waits_for_it(
             assert (await call).outcome == pb.OUTCOME_CANCELLED
         finally:
             encrypted.thaw()
-        await assert_fetched(client)
+        assert await client.fetched(KEYS) == WANTED
         assert daemon._source.connected
 
 
@@ -262,20 +237,13 @@ async def test_a_wrong_password_is_refused_over_tls(encrypted: TlsServer, certif
 
 
 async def test_a_cluster_can_use_tls(tmp_path: Path, certificates: Path) -> None:
-    cluster = Cluster(tmp_path, replicas=0, certificates=certificates)
-    try:
-        cluster.start().never_fail_over()
+    with Cluster(tmp_path, replicas=0, certificates=certificates) as cluster:
+        cluster.never_fail_over()
         for key, record in zip(KEYS, RECORDS, strict=True):
             cluster.put(key, record)
-        async with Daemon(cluster_config(cluster, **trusting(certificates), **showing(certificates))) as daemon:
-            client = Client(daemon.address)
-            try:
-                await client.register(SHAPE, len(KEYS))
-                await assert_fetched(client)
-            finally:
-                await client.close()
-    finally:
-        cluster.kill()
+        settings = cluster_config(cluster, **trusting(certificates), **showing(certificates))
+        async with serving(SHAPE, len(KEYS), settings) as (_, client):
+            assert await client.fetched(KEYS) == WANTED
 
 
 @pytest.mark.parametrize(
