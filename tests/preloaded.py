@@ -176,9 +176,12 @@ def _main(program: str, connection: int) -> None:
     for module in _IMPORTS[program]:
         importlib.import_module(module)
     gc.freeze()
+    # At its end an engine would collect over all imports, which copies their memory.
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     arguments = _serve(socket.socket(fileno=connection))
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()
+        os._exit(0)  # without freeing all imports one by one
     elif program == "serve":
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore
         sys.argv = ["vllm", *arguments]

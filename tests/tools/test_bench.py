@@ -71,7 +71,7 @@ SMALL = {
         *("--repeats", "1", "--sglang-python", "/nonexistent/python"),
     ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
-    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
+    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "2000,1000", "--memory", "500", "--repeats", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
