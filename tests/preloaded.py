@@ -5,7 +5,8 @@ seconds of that of a benchmark's engine, and thirty of ``vllm serve`` with its t
 ``vllm serve``, whose processes are then forked from each other. A process that has only imported the program forks.
 An intermediate parent ends at once, so the fork becomes a child of the tests. Some programs start normally: programs
 that need a separate process or environment from the first instruction, and those of ``deploy``, ``e2e`` and ``host``,
-which start as a user would start them, except engines that serve only as clients of the tested path.
+which start as a user would start them, except those of the demo, engines that serve only as clients of the tested path,
+and an engine that ends at its configuration.
 """
 
 import ctypes
@@ -14,11 +15,13 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import Any, Final
 
 from machine import WAIT_MAX_S
@@ -30,6 +33,7 @@ _NETWORK: Final = "/proc/thread-self/ns/net"
 _OURS: Final = [sys.executable, "-m", "shadowserve_tools"]
 _ENGINE: Final = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
 _SERVE: Final = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+_VLLM: Final = Path(sys.executable).with_name("vllm")
 _IMPORTS: Final = {
     "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
     "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
@@ -58,6 +62,8 @@ _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
 """Environment variables that programs read during their import."""
 _OF_ENGINES: Final = ("HF_", "OMP_", "PYTHONPATH", "VLLM_")
 """Variables that an engine's imports read. Engines with equal values are forked from the same process."""
+_OF_CHILDREN: Final = ("PATH",)
+"""Variables that only the programs read which an engine starts."""
 
 _lock = threading.Lock()
 _forkers: dict[tuple[str, ...], tuple[subprocess.Popen[bytes], socket.socket]] = {}
@@ -72,7 +78,7 @@ class Preloaded(subprocess.Popen[Any]):
         cwd, environment, _, _, _, standard_in, in_end, out_end, standard_out, error_end, standard_error, *_ = rest
         new_session, group = rest[-2:]
         environment = dict(os.environ if environment is None else environment)
-        command = list(map(str, args))
+        command = _without_script(list(map(str, args)), environment)
         program = _program_of(command, environment)
         if not program or preexec_fn is not None or pass_fds or group not in (-1, 0):
             super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, *rest)  # type: ignore[misc]
@@ -89,11 +95,17 @@ class Preloaded(subprocess.Popen[Any]):
         self._close_pipe_fds(standard_in, in_end, out_end, standard_out, error_end, standard_error)  # type: ignore[attr-defined]
 
 
+def _without_script(command: list[str], environment: dict[str, str]) -> list[str]:
+    """Return the command of ``vllm serve`` as a module's, if the search path leads to this environment's ``vllm``."""
+    script = shutil.which("vllm", path=environment.get("PATH")) if command[:2] == ["vllm", "serve"] else None
+    return [*_SERVE, *command[2:]] if script == str(_VLLM) else command
+
+
 def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, ...]:
     """Return the program and the environment of its import, or nothing if the program must be imported again."""
     changed = {name for name, _ in environment.items() ^ dict(os.environ).items()}
     if command == _ENGINE or command[:4] == _SERVE:
-        if not all(name.startswith(_OF_ENGINES) for name in changed):
+        if not all(name.startswith(_OF_ENGINES + _OF_CHILDREN) for name in changed):
             return ()
         seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
         return ("engine" if command == _ENGINE else "serve", *seen)
@@ -164,9 +176,12 @@ def _main(program: str, connection: int) -> None:
     for module in _IMPORTS[program]:
         importlib.import_module(module)
     gc.freeze()
+    # At its end an engine would collect over all imports, which copies their memory.
+    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
     arguments = _serve(socket.socket(fileno=connection))
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()
+        os._exit(0)  # without freeing all imports one by one
     elif program == "serve":
         multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore
         sys.argv = ["vllm", *arguments]

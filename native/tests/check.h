@@ -39,18 +39,20 @@ static inline size_t random_below(size_t limit) {
 }
 
 static inline void random_fill(uint8_t *target, size_t size) {
-    for (size_t index = 0; index < size; index++) {
-        target[index] = (uint8_t)(random64() >> 40);
+    for (size_t index = 0; index < size; index += sizeof(uint64_t)) {
+        const uint64_t word = random64();
+        memcpy(target + index, &word, size - index < sizeof word ? size - index : sizeof word);
     }
 }
 
 /* random_bell() is roughly normal around 0 with a spread of 1. */
 static inline double random_bell(void) {
-    double sum = 0;
-    for (int term = 0; term < 12; term++) {
-        sum += (double)(random64() >> 11) * 0x1p-53;
+    uint64_t sum = 0;
+    for (int word = 0; word < 3; word++) { /* four terms each: tests need millions of values */
+        const uint64_t terms = random64();
+        sum += (terms & 0xFFFF) + (terms >> 16 & 0xFFFF) + (terms >> 32 & 0xFFFF) + (terms >> 48);
     }
-    return sum - 6;
+    return (double)sum * 0x1p-16 - 6;
 }
 
 /* ---- Guarded memory ------------------------------------------------------------------------------------------ */

@@ -32,8 +32,9 @@ uint32_t random_next(uint64_t *state) {
 /* About normal: the sum of a few uniform numbers. */
 static float random_value(uint64_t *state) {
     float sum = 0;
-    for (int i = 0; i < 6; i++) {
-        sum += (float)(random_next(state) >> 8) / (float)(1 << 24) - 0.5F;
+    for (int i = 0; i < 3; i++) { /* two terms each */
+        uint32_t terms = random_next(state);
+        sum += (float)((terms & 0xFFFF) + (terms >> 16)) / (float)(1 << 16) - 1.0F;
     }
     return sum;
 }

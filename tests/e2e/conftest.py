@@ -138,6 +138,7 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
             "vllm.v1.worker.cpu_worker",
             "vllm.model_executor.models.llama",
             "host_control.vllm.connector",
+            "tests.frozen_imports",
         ]
     )
     monkeypatch.setattr(executor, "get_mp_context", lambda: context)

@@ -2,14 +2,16 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
+from preloaded import Preloaded
 from tiny_models import with_another_first_chunk
 
+from shadowserve_tools import main
 from shadowserve_tools.demo import OWN_MODEL, PLAIN, QUESTIONS, _documents
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -43,14 +45,15 @@ def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any
         engine.close()
 
 
-def test_second_engine_fetches_and_agrees(tmp_path: Path) -> None:
+def test_second_engine_fetches_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "shadowserve_tools", "demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
+    monkeypatch.setattr(subprocess, "Popen", Preloaded)
+    command = ["demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
     command += ["--document-bytes", f"{DOCUMENT_BYTES}", "--output-tokens", f"{OUTPUT}"]
     command += ["--model", str(OWN_MODEL), "--json", str(file), "--plot", str(tmp_path / "ttft.svg")]
     command += ["--keep-logs", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=840)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 0, done.output
     assert "Outputs agree, token by token." in done.stdout
     content = json.loads(file.read_text())
     cold, warm = content["phases"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from machine import NEVER_S, WAIT_MAX_S, wait_for
+from preloaded import Preloaded
 from stack import Server
 from tiny_models import with_another_first_chunk
 
@@ -42,7 +43,7 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
 
 def test_a_wrong_configuration_ends_vllm_serve_with_one_line_before_weights_load(model: Path, tmp_path: Path) -> None:
     """Symptom: it was reported only after warm-up, inside a traceback, and labelled "command line"."""
-    server = Server(model, {"layer_ordr": True}, tmp_path / "server.log")
+    server = Server(model, {"layer_ordr": True}, tmp_path / "server.log", popen=Preloaded)
     try:
         assert server.process.wait(NEVER_S) == 1
     finally:

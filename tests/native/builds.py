@@ -29,6 +29,9 @@ class Options(NamedTuple):
 
 # For builds that are neither measured nor have the sanitizers' own level.
 _QUICKLY: Final = {"CMAKE_C_FLAGS_RELEASE": "-O1 -DNDEBUG"}
+# Undefined behaviour is a trap, not a call that prints it: clang compiles in three quarters of the time. libFuzzer
+# prints the stack and writes the input.
+_TRAPPING: Final = {"CMAKE_C_FLAGS": "-fsanitize-trap=undefined"}
 
 
 def _of_one_decoder(decoder: str) -> Options:
@@ -66,7 +69,7 @@ BUILDS: Final = {
     "threads": Options({"SHADOWSERVE_TESTS": "ON", "SHADOWSERVE_SANITIZE": "thread"}, _THREADED),
     "libdeflate": _of_one_decoder("libdeflate"),
     "zlib": _of_one_decoder("zlib"),
-    "fuzz": Options({"SHADOWSERVE_FUZZ": "ON"}, compiler="clang"),
+    "fuzz": Options({"SHADOWSERVE_FUZZ": "ON", **_TRAPPING}, compiler="clang"),
     "aarch64": Options(_ARM, _OF_ARM),
 }
 

@@ -17,6 +17,7 @@ from preloaded import Preloaded
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main
 from shadowserve_tools.bench import BENCHES
+from shadowserve_tools.bench.parts import kernels
 from shadowserve_tools.bench.parts.kernels import Run, nothing, speeds_in_turns
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.demo_model import OWN_MODEL
@@ -70,7 +71,7 @@ SMALL = {
         *("--repeats", "1", "--sglang-python", "/nonexistent/python"),
     ],
     "recovery": ["--objects", "2000", "--pairs", "1"],
-    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "80,40", "--memory", "20", "--repeats", "1"],
+    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "2000,1000", "--memory", "500", "--repeats", "1"],
     "interference": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
@@ -119,6 +120,10 @@ SMALL = {
 }
 
 
+CONSTANTS = {"interference": {"FETCH_LAYERS": 1, "OFTEN": 2}}
+"""Constants of benchmarks that have no options: smaller ones for the small run."""
+
+
 def may_link() -> bool:
     try:
         with linked():
@@ -157,6 +162,9 @@ def run(tmp_path: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(set(SMALL) - LACKING - BY_NIGHT))
 def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", Preloaded)
+    monkeypatch.setattr(kernels, "PASS_S", 1e-9)  # one call is enough where no speed counts
+    for constant, value in CONSTANTS.get(name, {}).items():
+        monkeypatch.setattr(f"shadowserve_tools.bench.{name}.{constant}", value)
     content = run(tmp_path, name)
     assert content["bench"] == name
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
