@@ -22,10 +22,9 @@ _ORDERS: Final = {
     "page_first": (1, 3, 0, 2, 4),  # [kind, page, token, layer, bytes]
     "layer_first": (2, 1, 0, 3, 4),  # [kind, layer, page, token, bytes]
 }
-_THREADS: Final = 2
-"""Threads that copy fetched pages. A core copies more slowly than memory can, and shares its time with the scheduler."""
-_SPLIT_PAGES: Final = 2
-"""Fewer pages are copied by the calling thread alone."""
+_SPLIT_BYTES: Final = 2 << 20
+"""Fewer bytes are copied by one thread alone. A core copies more slowly than memory can, and SGLang's scheduler, which
+polls while it waits for pages, takes half of a thread's time where it has the same core."""
 
 
 class HostPages:
@@ -62,7 +61,7 @@ class HostPages:
             assert np.may_share_memory(self._buffer, whole)
         self._order = _ORDERS[pool.layout]
         self._pages = self._buffer.shape[self._axis]
-        self._copies = ThreadPoolExecutor(_THREADS - 1, "shadowserve-copy")
+        self._copies = ThreadPoolExecutor(1, "shadowserve-copy")
 
     @property
     def vector_length(self) -> int:
@@ -91,7 +90,7 @@ class HostPages:
         return numbers
 
     def close(self) -> None:
-        """End the threads that copy."""
+        """End the thread that copies beside the caller's."""
         self._copies.shutdown()
 
     def gather(self, chunk: Any, numbers: Sequence[int]) -> None:
@@ -102,13 +101,14 @@ class HostPages:
     def scatter(self, chunk: Any, pages: int, first: int, numbers: Sequence[int]) -> None:
         """Copy the pages from ``first`` on out of a chunk of ``pages``."""
         addresses, held = self._addresses(chunk, pages, first, numbers)
-        copy, half = self._copy(pages, scatters=True), len(numbers) // _THREADS
-        if len(numbers) < _SPLIT_PAGES:
-            half = 0
+        copy = self._copy(pages, scatters=True)
+        half = len(numbers) // 2 if len(chunk) * len(numbers) >= pages * _SPLIT_BYTES else 0
         other = self._copies.submit(copy, addresses[:half], held[:half]) if half else None
-        copy(addresses[half:], held[half:])
-        if other is not None:
-            other.result()
+        try:
+            copy(addresses[half:], held[half:])
+        finally:  # nothing may write to the pages after this call
+            if other is not None:
+                other.result()
 
     def _addresses(self, chunk: Any, pages: int, first: int, numbers: Sequence[int]) -> tuple[Any, Any]:
         """Return the addresses of pages in the pool, and in a chunk of ``pages`` from its page ``first`` on."""
