@@ -67,7 +67,7 @@ class BatchMover:
         hurried: Tells if a layerwise job is queued.
         batch_bytes_min: A batch leaves no fewer bytes than this for the next one.
         scatter_bytes_min: Fewer bytes are not scattered before the batch is over.
-        scatter_parts: Of what is left of a batch, this part is scattered at a time: a third, by default.
+        scatter_parts: Number of parts of what is left of a batch, of which one is scattered at a time.
     """
 
     def __init__(

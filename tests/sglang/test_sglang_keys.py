@@ -1,4 +1,4 @@
-"""What SGLang's keys of media do not tell, which is why the backend refuses models with media."""
+"""SGLang's keys of media, which lack an image's shape: so the backend refuses models with media."""
 
 import json
 import os
