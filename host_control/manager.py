@@ -64,7 +64,8 @@ class KVCacheManager:
         layers: Wanted layers of each shard's chunks; by default all.
         placer: Places chunks without registered memory, for jobs of one shard of which all chunks are available.
         fetch_timeout_s: Seconds from hand-over to outcome.
-        limits: ``batch_bytes_min`` and ``scatter_bytes_min`` of :class:`~host_control.movers.BatchMover`.
+        limits: ``batch_bytes_min``, ``scatter_bytes_min``, ``scatter_parts`` of
+            :class:`~host_control.movers.BatchMover`.
     """
 
     def __init__(

@@ -67,6 +67,7 @@ class BatchMover:
         hurried: Tells if a layerwise job is queued.
         batch_bytes_min: A batch leaves no fewer bytes than this for the next one.
         scatter_bytes_min: Fewer bytes are not scattered before the batch is over.
+        scatter_parts: Number of parts of what is left of a batch, of which one is scattered at a time.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class BatchMover:
         hurried: Callable[[], bool],
         batch_bytes_min: int = _BATCH_BYTES_MIN,
         scatter_bytes_min: int = _SCATTER_BYTES_MIN,
+        scatter_parts: int = 3,
         purpose: Any,
     ) -> None:
         self._client = client
@@ -91,6 +93,7 @@ class BatchMover:
         self._hurried = hurried
         self.layers = layers or [slice(None)] * len(registration.shapes)
         self._batch_bytes_min, self._scatter_bytes_min = batch_bytes_min, scatter_bytes_min
+        self._scatter_parts = scatter_parts
         self._purpose = purpose
         self._chunk_bytes = [shape.raw_bytes for shape in registration.shapes]
         self._half_bytes = registration.size // 2
@@ -194,7 +197,7 @@ class BatchMover:
     ) -> int:
         """Scatter the leading chunks of a batch as they arrive; return how many of each run are scattered.
 
-        A third of what is left at a time, so that it is in place before the next third arrives: each scatter costs the
+        A part of what is left at a time, so that it is in place before the next part arrives: each scatter costs the
         engine's core a fixed time, and the last one is not hidden behind the network.
         """
         most, scattered = max(run.count for run in runs), 0
@@ -205,7 +208,7 @@ class BatchMover:
 
         for count in follow(call, progress, most, _LOOK_INTERVAL_S, stops):
             self._grown_s = time.monotonic()
-            if count == most or count - scattered >= max(least, -(-(most - scattered) // 3)):
+            if count == most or count - scattered >= max(least, -(-(most - scattered) // self._scatter_parts)):
                 self._delivered = _Delivered(fetch, memory, self._between(runs, scattered, count))
                 self.flush()
                 scattered = count

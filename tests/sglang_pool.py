@@ -19,8 +19,11 @@ class MHATokenToKVPoolHost:
     head_num, start_layer, layer_num, page_size, dtype = HEADS, 0, LAYERS, PAGE, torch.bfloat16
     kinds, row = (2,), (HEADS, SIZE)
 
-    def __init__(self, layout: str = "page_first_direct", seed: int = 0, page_size: int = PAGE) -> None:
+    def __init__(
+        self, layout: str = "page_first_direct", seed: int = 0, page_size: int = PAGE, head_size: int = SIZE
+    ) -> None:
         self.layout, self.page_size = layout, page_size
+        row = (*self.row[:-1], self.row[-1] // SIZE * head_size)
         tokens = PAGES * PAGE
         shape = {
             "page_first_direct": (tokens // page_size, LAYERS, page_size),
@@ -28,7 +31,7 @@ class MHATokenToKVPoolHost:
             "layer_first": (LAYERS, tokens),
         }[layout]
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randint(-9, 9, (*self.kinds, *shape, *self.row), generator=generator)
+        values = torch.randint(-9, 9, (*self.kinds, *shape, *row), dtype=torch.int8, generator=generator)
         self.kv_buffer = values.to(self.dtype)
 
     def page(self, number: int) -> torch.Tensor:

@@ -111,8 +111,8 @@ def engine_identity(arguments: Any, model: Any, dtype: Any, page_tokens: int, ha
     refuse_arguments(arguments)
     if model.is_multimodal:
         raise UncacheableError(
-            "images and other media are not supported, since SGLang's keys have 30 bits of their content; turn them "
-            "off with --enable-multimodal false or use a text model"
+            "images and other media are not supported, since SGLang's keys have 64 bits of their content and not its "
+            "shape; turn them off with --enable-multimodal false or use a text model"
         )
     folder, files = _files(arguments)
     started = _started_ns()

@@ -26,6 +26,9 @@ _STORE_S: Final = 5.0
 _NODE_S: Final = 8.0
 """Longest time of all calls that store a node's pages. If these go on 10 s after a flush, SGLang ends the engine."""
 
+_SCATTER_PARTS: Final = 8
+"""Scattering begins with the first eighth: beside SGLang's polling scheduler, it takes longer than a fetch."""
+
 
 class Moved(NamedTuple):
     """Pages of a call that moved, and why others did not."""
@@ -84,7 +87,9 @@ class PageMover:
         )
         seconds = min(config.fetch_timeout_s, engine.fetch_timeout_s(_CALL_PAGES * self._pages.page_tokens))
         try:
-            self._manager = KVCacheManager(self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds)
+            self._manager = KVCacheManager(
+                self._client, fetch_memory, self._scatter, fetch_timeout_s=seconds, scatter_parts=_SCATTER_PARTS
+            )
         except BaseException:
             self._client.close()
             raise
@@ -95,6 +100,7 @@ class PageMover:
     def close(self) -> None:
         """End all calls and release the memory."""
         self._manager.close(self._config.close_timeout_s)
+        self._pages.close()
         self._store_memory.close()
         self._client.close()
 

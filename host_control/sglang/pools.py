@@ -1,12 +1,17 @@
-"""Reads and writes pages of SGLang's host pool as chunks of records."""
+"""Reads and writes pages of SGLang's host pool as chunks of records.
 
-from collections.abc import Iterator, Sequence
+The C core copies, without Python's lock: while SGLang waits for pages, its scheduler takes that lock again and again.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
 from host_control.layouts import element_type
 from host_control.vllm.support import UncacheableError
+from shadowserve import native
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 
 _POOLS: Final = {"MHATokenToKVPoolHost": 2, "MLATokenToKVPoolHost": 1}
@@ -17,6 +22,9 @@ _ORDERS: Final = {
     "page_first": (1, 3, 0, 2, 4),  # [kind, page, token, layer, bytes]
     "layer_first": (2, 1, 0, 3, 4),  # [kind, layer, page, token, bytes]
 }
+_SPLIT_BYTES: Final = 2 << 20
+"""Fewer bytes are copied by one thread alone. A core copies more slowly than memory can, and SGLang's scheduler, which
+polls while it waits for pages, takes half of a thread's time where it has the same core."""
 
 
 class HostPages:
@@ -53,6 +61,7 @@ class HostPages:
             assert np.may_share_memory(self._buffer, whole)
         self._order = _ORDERS[pool.layout]
         self._pages = self._buffer.shape[self._axis]
+        self._copies = ThreadPoolExecutor(1, "shadowserve-copy")
 
     @property
     def vector_length(self) -> int:
@@ -80,35 +89,43 @@ class HostPages:
             raise ValueError(f"the host pool has {self._pages} pages, and page {max(numbers)} is asked for")
         return numbers
 
-    def _run(self, number: int, count: int) -> Any:
-        """Return consecutive pages as [page, layer, kind, token, bytes]."""
-        return self._buffer[(slice(None),) * self._axis + (slice(number, number + count),)].transpose(self._order)
-
-    def _chunk(self, chunk: Any, pages: int) -> Any:
-        """Return a chunk's memory as [page, layer, kind, token, bytes]."""
-        shape = (self.layers, self.kinds, pages, self.page_tokens, self._buffer.shape[-1])
-        return np.frombuffer(chunk, np.uint8).reshape(shape).transpose(2, 0, 1, 3, 4)
+    def close(self) -> None:
+        """End the thread that copies beside the caller's."""
+        self._copies.shutdown()
 
     def gather(self, chunk: Any, numbers: Sequence[int]) -> None:
         """Copy pages into a chunk that has just these."""
-        target = self._chunk(chunk, len(numbers))
-        for index, number, count in _runs(numbers):
-            target[index : index + count] = self._run(number, count)
+        addresses, held = self._addresses(chunk, len(numbers), 0, numbers)
+        self._copy(len(numbers), scatters=False)(held, addresses)
 
     def scatter(self, chunk: Any, pages: int, first: int, numbers: Sequence[int]) -> None:
         """Copy the pages from ``first`` on out of a chunk of ``pages``."""
-        source = self._chunk(chunk, pages)[first:]
-        for index, number, count in _runs(numbers):
-            self._run(number, count)[...] = source[index : index + count]
+        addresses, held = self._addresses(chunk, pages, first, numbers)
+        copy = self._copy(pages, scatters=True)
+        half = len(numbers) // 2 if len(chunk) * len(numbers) >= pages * _SPLIT_BYTES else 0
+        other = self._copies.submit(copy, addresses[:half], held[:half]) if half else None
+        try:
+            copy(addresses[half:], held[half:])
+        finally:  # nothing may write to the pages after this call
+            if other is not None:
+                other.result()
 
+    def _addresses(self, chunk: Any, pages: int, first: int, numbers: Sequence[int]) -> tuple[Any, Any]:
+        """Return the addresses of pages in the pool, and in a chunk of ``pages`` from its page ``first`` on."""
+        held = np.frombuffer(chunk, np.uint8)
+        page_bytes = self.page_tokens * self._buffer.shape[-1]
+        assert first + len(numbers) <= pages and held.nbytes == self.layers * self.kinds * pages * page_bytes
+        assert 0 <= min(numbers) and max(numbers) < self._pages
+        there = np.array(numbers, np.uint64) * np.uint64(self._buffer.strides[self._axis])
+        here = np.arange(first, first + len(numbers), dtype=np.uint64) * np.uint64(page_bytes)
+        return there + np.uint64(self._buffer.ctypes.data), here + np.uint64(held.ctypes.data)
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield consecutive pages: index of the first one, its number, and how many there are.
-
-    Each copy takes Python's lock again, for which SGLang's scheduler competes while it waits.
-    """
-    begin = 0
-    for index in range(1, len(numbers) + 1):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield begin, numbers[begin], index - begin
-            begin = index
+    def _copy(self, pages: int, *, scatters: bool) -> native.StridedCopy:
+        """Return a function that copies pages out of a chunk of ``pages``, or into it."""
+        row, item = self._buffer.shape[-1], self.dtype.itemsize
+        layer, kind, token = (self._buffer.strides[axis] for axis in self._order[1:4])
+        chunk = [self.kinds * pages * self.page_tokens * row, pages * self.page_tokens * row, row, item]
+        sizes, pool = [self.layers, self.kinds, self.page_tokens, row // item], [layer, kind, token, item]
+        if token == row:  # one run
+            sizes[2:], chunk[2:], pool[2:] = [self.page_tokens * sizes[3]], [item], [item]
+        return native.StridedCopy(sizes, *((pool, chunk) if scatters else (chunk, pool)), item)

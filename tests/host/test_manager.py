@@ -271,13 +271,14 @@ def test_a_registration_that_does_not_hold_two_of_the_largest_chunks_is_refused(
 # ---------------------------------------------------------------------- batches whose progress is known
 
 
+@pytest.mark.parametrize(("parts", "ends"), [(3, (2, 4, 5, 6)), (6, (1, 2, 3, 4, 5, 6))])
 def test_delivered_chunks_are_scattered_while_the_rest_of_the_batch_arrives(
-    make_kit: MakeKit, plane: ScriptedDataPlane
+    make_kit: MakeKit, plane: ScriptedDataPlane, parts: int, ends: Any
 ) -> None:
-    kit = make_kit(chunks=16, progress=True, scatter_bytes_min=1)
+    kit = make_kit(chunks=16, progress=True, scatter_bytes_min=1, scatter_parts=parts)
 
     def after(chunks: int) -> None:
-        if chunks in (2, 4, 5, 6):  # each time a third of the remaining chunks
+        if chunks in ends:  # each time a part of the remaining chunks
             wait_for(lambda: len(kit.paged.chunks) == chunks)
 
     plane.script.after_chunk = after

@@ -82,6 +82,15 @@ def test_pages_come_back_and_only_after_the_same_prefix(start: Start, plane: Any
     assert all(storage.batch_set_v1(keys, indices(pool, stored))) and len(plane.stores) == 3  # stored before
 
 
+def test_pages_of_large_chunks_come_back(start: Start) -> None:
+    """Two threads copy them."""
+    pool, other = (MHATokenToKVPoolHost("layer_first", seed, head_size=512) for seed in (0, 1))
+    keys, stored, fetched = chain(33), range(33), list(range(100, 67, -1))
+    assert all(start(pool).batch_set_v1(keys, indices(pool, stored)))
+    assert all(start(other).batch_get_v1(keys, indices(other, fetched)))
+    assert same(pool, stored, other, fetched)
+
+
 @pytest.mark.parametrize("page", [1, 16, 48, 64])
 def test_turns_of_any_length_are_found_from_any_page_on(start: Start, page: int) -> None:
     pool, other = MHATokenToKVPoolHost("page_first", 0, page), MHATokenToKVPoolHost("page_first", 1, page)

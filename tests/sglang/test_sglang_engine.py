@@ -177,10 +177,11 @@ def test_an_engine_with_another_page_size_finds_nothing_of_it(
     assert_same(engine.generate(PROMPT), reference["prompt"], 600 // 32 * 32)
 
 
-def test_two_ranks_store_and_find_their_own_heads(
-    start: Callable[..., SGLang], storage: Storage, reference: Any
+@pytest.mark.parametrize("ranks", ["tp_size", "pp_size"])
+def test_two_ranks_store_and_find_their_own_heads_or_layers(
+    start: Callable[..., SGLang], storage: Storage, reference: Any, ranks: str
 ) -> None:
-    engine = start(tp_size=2)
+    engine = start(**{ranks: 2})
     assert_same(fill(engine, storage, ranks=2), reference["prompt"], 0)
     assert_same(engine.generate(PROMPT), reference["prompt"], PAGES * PAGE)
     assert_same(engine.generate(OTHER), reference["other"], 0)

@@ -134,9 +134,13 @@ def _direct(src_layers, dst_layers, src_indices, dst_indices, page_size):
 
 
 def _copy_pages(target, places, source, pages):
-    """Copy whole pages one by one: several times as fast as an index of tokens."""
-    for place, page in zip(places, pages, strict=True):
-        target[place].copy_(source[page])
+    """Copy whole pages, and consecutive ones at once: several times as fast as an index of tokens."""
+    begin = 0
+    for end in range(1, len(pages) + 1):
+        if end < len(pages) and (places[end] - places[begin], pages[end] - pages[begin]) == (end - begin, end - begin):
+            continue
+        target[places[begin] : places[begin] + end - begin].copy_(source[pages[begin] : pages[begin] + end - begin])
+        begin = end
 
 
 def _pages(indices, page_size):
@@ -163,6 +167,20 @@ def _from_layers(src_ptrs, dst_ptrs, src_indices, dst_indices, page_size):
 
 # ---- Attention
 
+_FEW = 4  # new tokens
+
+
+def _attend_few(query, keys, values, prefix, scale):
+    """Attention of a few new tokens: all heads in one product, which reads keys and values once, as a GPU does."""
+    new, heads, size = query.shape
+    spread = query.new_zeros(heads, size, heads, new)
+    spread.diagonal(dim1=0, dim2=2).copy_(query.permute(2, 0, 1) * scale)
+    scores = (keys.reshape(len(keys), -1) @ spread.view(heads * size, -1)).view(len(keys), heads, new)
+    later = torch.ones(len(keys), new, dtype=torch.bool).tril(-prefix - 1)
+    weights = scores.float().masked_fill_(later[:, None], float("-inf")).softmax(0).to(values.dtype)
+    attended = weights.view(len(keys), -1).T @ values.reshape(len(keys), -1)
+    return attended.view(heads, new, heads, size).diagonal(dim1=0, dim2=2).permute(0, 2, 1)
+
 
 def _extend(self, query, output, keys, values, tokens, requests, lengths, prefixes, news, encoders=None, **more):
     """Attention of a batch's new tokens. SGLang's version computes that of the tokens before them, too."""
@@ -176,6 +194,10 @@ def _extend(self, query, output, keys, values, tokens, requests, lengths, prefix
             places = slice(int(places[0]), int(places[0]) + length)  # a view: no copy
         own = query[begin : begin + new]
         key, value = (each[places].to(own.dtype).movedim(0, 1)[None] for each in (keys, values))
+        if new <= _FEW and own.dtype == torch.bfloat16 and own.shape[1] == keys.shape[1]:
+            output[begin : begin + new] = _attend_few(own, keys[places], values[places], prefix, more["scaling"])
+            begin += new
+            continue
         mask = torch.ones(new, length, dtype=torch.bool).tril(prefix) if prefix else None
         attended = torch.nn.functional.scaled_dot_product_attention(
             own.movedim(0, 1)[None], key, value, mask,
