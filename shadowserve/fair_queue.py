@@ -3,7 +3,11 @@
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from heapq import heappop, heappush
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
+
+_LEFT_MAX: Final = 1024
+"""Names that do not wait any more and whose costs are kept. A client can make names without limit, by new connections.
+"""
 
 T = TypeVar("T", bound=Hashable)
 V = TypeVar("V")
@@ -17,7 +21,7 @@ class _Turns(Generic[V]):
     def __init__(self) -> None:
         self.values: dict[Hashable, V] = {}
         self._clock = 0.0
-        self._costs: dict[Hashable, float] = {}  # also of names that do not wait and have had more than others
+        self._costs: dict[Hashable, float] = {}  # also of some names that do not wait any more
         self._count = 0
         self._places: dict[Hashable, tuple[float, int, Hashable]] = {}  # cost, tie-breaker, name
         self._order: list[tuple[float, int, Hashable]] = []  # heap of these, and of earlier ones
@@ -32,6 +36,8 @@ class _Turns(Generic[V]):
         self._count += 1
         place = self._places[name] = self._costs[name], self._count, name
         heappush(self._order, place)
+        if len(self._order) > 2 * len(self._places) + 16:
+            self._order = sorted(self._places.values())
 
     def names(self) -> list[Any]:
         """Return the waiting names, the next one first."""
@@ -51,11 +57,8 @@ class _Turns(Generic[V]):
 
     def leave(self, name: Hashable) -> None:
         del self.values[name], self._places[name]
-        if len(self._costs) > 2 * len(self.values) + 16:
-            costs = self._costs.items()
-            self._costs = {each: cost for each, cost in costs if each in self.values or cost > self._clock}
-        if len(self._order) > 2 * len(self.values) + 16:
-            self._order = sorted(self._places.values())
+        if len(self._costs) > 2 * len(self.values) + _LEFT_MAX:
+            self._costs = {each: self._costs[each] for each in self.values}
 
 
 class FairQueue(Generic[T]):

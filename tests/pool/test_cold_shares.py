@@ -1,6 +1,7 @@
 """Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
 import threading
+import tracemalloc
 
 import pytest
 from cold_support import MIB, Chain, Node, Opens
@@ -193,6 +194,21 @@ def test_tenants_and_their_clients_take_turns_of_equal_cost() -> None:
     while queue:
         take()
     assert sorted(taken) == sorted(set(taken)) and len(taken) == 105 and queue.peek() is None
+
+
+def test_clients_that_have_left_a_queue_take_bounded_memory() -> None:
+    queue: FairQueue[str] = FairQueue()
+    queue.add("tenant", 0, "waits for a long time")
+    tracemalloc.start()
+    try:
+        for client in range(1, 20_000):
+            queue.add("tenant", client, "one item")
+            queue.charge("tenant", 1.0, done=False)
+            queue.discard("tenant", client, "one item")
+        grown_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown_bytes < 512 << 10
 
 
 def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
