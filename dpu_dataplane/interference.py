@@ -30,14 +30,23 @@ class Granted:
 
 
 class InterferenceBudget:
-    """Grants turns to movers. Used on the event loop."""
+    """Grants turns to movers. Used on the event loop.
+
+    ``unlimit``: removes the rate of the batch that is running, when no engine decodes any more.
+    """
 
     def __init__(
-        self, metrics: Metrics, *, shares_memory: bool = True, clock: Callable[[], float] = time.monotonic
+        self,
+        metrics: Metrics,
+        unlimit: Callable[[], None],
+        *,
+        shares_memory: bool = True,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.shared = SharedRate(clock, shares_memory=shares_memory)  # decides the order and the rate
         self.bounded = False  # whether turns wait; any thread may read it
-        self._shares_memory = shares_memory
+        self._unlimit = unlimit
+        self._limited = False  # there was a rate at the last look
         self._clock = clock
         self._waiting: dict[Turn, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -147,6 +156,10 @@ class InterferenceBudget:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        limited = self.shared.rate > 0
+        if self._limited and not limited:
+            self._unlimit()
+        self._limited = limited
         after_s = self.shared.grant()
         self.bounded = self.shared.bounded
         for turn, waiting in list(self._waiting.items()):

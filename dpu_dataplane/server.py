@@ -110,7 +110,7 @@ class Daemon:
             lambda: pipeline.locked_bytes,
         )
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
-        self.budget = InterferenceBudget(self.metrics, shares_memory=config.memory_shared)
+        self.budget = InterferenceBudget(self.metrics, pipeline.unlimit, shares_memory=config.memory_shared)
         self._exit.callback(self.budget.close)
         resources = Resources(
             pipeline=pipeline, fetching=fetching, storing=storing, metrics=self.metrics, budget=self.budget

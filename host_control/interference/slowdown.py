@@ -12,15 +12,17 @@ from typing import Any, Final
 
 _GIGA: Final = 1e9
 _ASSUMED: Final = 0.05
-"""Initial slowdown per GB/s, as measured on CPUs by `bench interference`."""
-_ASSUMED_WEIGHT: Final = 0.5
-"""Initial weight of the assumed slowdown, in (GB/s)²: that of fifty steps at 0.1 GB/s."""
-_DOUBT: Final = 0.02
-"""Permanent weight of the assumed slowdown: after a long time at low rates, little is known about higher ones."""
+"""Assumed slowdown per GB/s, as measured on CPUs by `bench interference`."""
+_ASSUMED_ERROR: Final = 0.15
+"""Standard deviation of the assumption. The noisier steps are, the longer it counts: without it, noise alone could
+lower the rate, and lower rates show even less."""
 _ASSUMED_DEVIATION: Final = 0.1
 """Initial relative deviation of steps from their prediction."""
 _DECAY: Final = 0.998
 """Factor of a step's weight with each later step: about the last 500 count."""
+_USUAL_DECAY: Final = 0.95
+"""The same for steps without transfers. Predictions are learnt from about the last 100 of these steps, and their mean
+error must not last longer: it would count as a slowdown by transfers."""
 _ADDED_MAX: Final = 0.25
 """Limit of the relative deviation of a step (or twice the budget, if larger): more has other causes. If transfers do
 slow steps down more, the rate falls until they do not."""
@@ -41,8 +43,8 @@ class Interference:
         self._budget = budget
         self._added_max = max(_ADDED_MAX, 2 * budget)
         self._calm = [0.0, 0.0]  # steps without transfers: weight, and sum of measured / predicted time
-        self._squares = _ASSUMED_WEIGHT  # sum of squared rates, in (GB/s)²
-        self._products = _ASSUMED_WEIGHT * _ASSUMED  # sum of rate times relative slowdown
+        self._squares = 0.0  # sum of squared rates, in (GB/s)²
+        self._products = 0.0  # sum of rate times relative slowdown
         self._spread = [1.0, _ASSUMED_DEVIATION**2]  # weight, and sum of squared residuals
 
     def decoded(self, predicted: float, seconds: float, rate: float) -> None:
@@ -56,7 +58,7 @@ class Interference:
         usual = self._usual()
         added = min(max(seconds / predicted / usual - 1, -self._added_max), self._added_max)
         if not rate:
-            self._calm = [_DECAY * self._calm[0] + 1, _DECAY * self._calm[1] + usual * (1 + added)]
+            self._calm = [_USUAL_DECAY * self._calm[0] + 1, _USUAL_DECAY * self._calm[1] + usual * (1 + added)]
             self._note_rest(added)
             return
         giga = rate / _GIGA
@@ -75,11 +77,19 @@ class Interference:
     def _note_rest(self, rest: float) -> None:
         self._spread = [_DECAY * self._spread[0] + 1, _DECAY * self._spread[1] + rest * rest]
 
+    def _variance(self) -> float:
+        """Return the variance of steps around their prediction, above 0."""
+        return max(self._spread[1] / self._spread[0], 1e-9)
+
+    def _assumed_weight(self) -> float:
+        """Return the weight of the assumed slowdown, in (GB/s)²."""
+        return self._variance() / _ASSUMED_ERROR**2
+
     @property
     def cost(self) -> float:
         """Relative slowdown per GB/s; never negative."""
-        known = (self._products + _DOUBT * _ASSUMED) / (self._squares + _DOUBT)
-        return max(known, 0.0)
+        weight = self._assumed_weight()
+        return max((self._products + weight * _ASSUMED) / (self._squares + weight), 0.0)
 
     @property
     def rate(self) -> int:
@@ -87,8 +97,8 @@ class Interference:
 
         0: no limit is needed.
         """
-        deviation = math.sqrt(self._spread[1] / self._spread[0] / (self._squares + _DOUBT))
-        rate = self._budget / (self.cost + max(deviation, 1e-9)) * _GIGA
+        deviation = math.sqrt(self._variance() / (self._squares + self._assumed_weight()))
+        rate = self._budget / (self.cost + deviation) * _GIGA
         return 0 if rate > _RATE_MAX else max(int(rate), _RATE_MIN)
 
     def pack(self) -> dict[str, Any]:

@@ -402,9 +402,8 @@ struct ss_pipeline_options {
     uint32_t poll_interval_us; /* pause between two polls of a device without a result; 0: no pause. At most 1 s */
     uint32_t nodes_max;        /* most nodes of a cluster in one batch, at most 256; 0: one */
     /*
-     * Longest time without a result while a device has work; 0: ten seconds. The device is abandoned then. Only time in
-     * which the waiting thread runs counts, so that a suspended machine does not look like a failed device. See
-     * ss_pipeline_given_up().
+     * Longest time without a result while a device has work; 0: ten seconds. Then the device is abandoned, see
+     * ss_pipeline_given_up(). Time in which the waiting thread does not run, as in a suspended machine, does not count.
      */
     uint32_t device_timeout_ms;
 };
@@ -509,8 +508,9 @@ SS_API uint8_t *ss_memory_address(const struct ss_registered_memory *registered)
 SS_API enum ss_result ss_pipeline_fetch(struct ss_pipeline *pipeline, struct ss_batch *batch, const int32_t *sockets,
                                         uint32_t socket_count);
 
-/* ss_batch_cancel() makes the batch that is running end soon with SS_CANCELLED. From any thread. */
+/* ss_batch_cancel() makes the running batch end soon with SS_CANCELLED; ss_pipeline_unlimit() sets its rate to 0. */
 SS_API void ss_batch_cancel(struct ss_batch *batch);
+SS_API void ss_pipeline_unlimit(struct ss_pipeline *pipeline);
 
 /*
  * ss_batch_supply() gives the address of an awaited piece's body, which must not change until the call that runs the

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* test_pipeline_sources.c - batches of chunks that lie in memory, alone and among those of a server */
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <string.h>
 
 #include "pipeline_support.h"
@@ -210,7 +212,32 @@ PIPELINE_TEST(test_a_rate_holds_every_source_back, AS_BEFORE, AS_BEFORE) {
     }
 }
 
+struct unlimiting {
+    struct ss_pipeline *pipeline;
+    atomic_int over;
+};
+
+static void *unlimit(void *argument) {
+    struct unlimiting *unlimiting = argument;
+    while (!atomic_load(&unlimiting->over)) {
+        ss_pipeline_unlimit(unlimiting->pipeline);
+        sched_yield();
+    }
+    return NULL;
+}
+
 /* At a byte a second its first slice alone would take hours. */
+PIPELINE_TEST(test_a_batch_that_is_held_back_goes_on_without_its_rate, AS_BEFORE, AS_BEFORE) {
+    struct unlimiting unlimiting = {.pipeline = bench->pipeline};
+    pthread_t thread;
+    bodies_begin(bench, 0x1f)->rate = 1;
+    CHECK_EQUAL(pthread_create(&thread, NULL, unlimit, &unlimiting), 0);
+    CHECK_EQUAL(bench_fetch(bench), SS_OK);
+    atomic_store(&unlimiting.over, 1);
+    CHECK_EQUAL(pthread_join(thread, NULL), 0);
+    check_delivered(bench);
+}
+
 PIPELINE_TEST(test_a_batch_that_is_held_back_ends_with_its_deadline, AS_BEFORE, AS_BEFORE) {
     struct ss_batch *batch = bodies_begin(bench, 0x1f);
     batch->rate = 1;
@@ -230,6 +257,7 @@ int main(void) {
         test_what_never_comes_ends_with_the_deadline(fused);
         test_what_a_server_sends_is_left_in_memory(fused);
         test_a_rate_holds_every_source_back(fused);
+        test_a_batch_that_is_held_back_goes_on_without_its_rate(fused);
         test_a_batch_that_is_held_back_ends_with_its_deadline(fused);
     }
     bodies_free();

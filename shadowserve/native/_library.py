@@ -24,7 +24,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from shadowserve._cffi import _Lib
 
-ABI_VERSION: Final = 16
+ABI_VERSION: Final = 17
 
 
 class Closing(abc.ABC):

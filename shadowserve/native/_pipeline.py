@@ -514,6 +514,10 @@ class Pipeline(Closing):
         kinds = int(lib.ss_pipeline_memory_kinds(self._open()))
         return frozenset(kind for kind in MemoryKind if kinds >> kind & 1)
 
+    def unlimit(self) -> None:
+        """Remove the rate of the batch that is running, if any; from any thread."""
+        lib.ss_pipeline_unlimit(self._open())
+
     @property
     def locked_bytes(self) -> int:
         """Bytes of the buffers that are locked in memory."""

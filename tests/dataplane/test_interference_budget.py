@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_support import delayed, held, moved, report
+from budget_support import SILENT_MS, delayed, held, moved, report
 from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, serving
 from machine import until
 from test_tiers import store, tiers_in, tiers_of
 
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.tiers.tiers import address_of
+from shadowserve.native import Stage
 from shadowserve.proto import dataplane_pb2 as pb
 
 SHAPE = layout(vector_length=2048)  # 512 KiB a chunk
@@ -60,6 +61,19 @@ async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
         await report(client)
         await client.fetches([key], 1)
         assert client.chunk(0) == kv(large, 0)
+
+
+async def test_a_fetch_goes_on_without_a_limit_when_decoding_ends(stored: Server) -> None:
+    """Symptom: a batch kept its rate after the last decode step, while its request was all that the engine had."""
+    async with serving(SHAPE, 1, stored) as (daemon, client):
+        engine: dict[str, Any] = {"engine": b"a", "lasts_ms": SILENT_MS}
+        daemon.budget.report("host", pb.StepReport(decodes=True, rate=1, **engine))  # a chunk would take days
+        fetching = asyncio.create_task(client.fetches(KEYS[:1], 1))
+        pipeline = daemon.metrics.pipeline
+        assert pipeline is not None
+        await until(lambda: pipeline.statistics()[Stage.NET].items > 0)
+        daemon.budget.report("host", pb.StepReport(decodes=False, **engine))
+        await fetching
 
 
 async def test_pieces_delivered_before_the_deadline_are_reported(stored: Server) -> None:

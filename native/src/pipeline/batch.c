@@ -408,6 +408,7 @@ void ss_fetch_begin(struct ss_pipeline *pipeline, struct ss_batch *batch, const 
     atomic_store(&fetch->os_error, 0);
     atomic_store(&fetch->received_bytes, 0);
     atomic_store(&fetch->delivered_bytes, 0);
+    atomic_store(&fetch->rate, batch->rate);
     atomic_store(&fetch->pace_ns, ss_now_ns());
     atomic_store(&fetch->work, fetch->net_threads);
     for (uint32_t i = 0; i < batch->group_count; i++) {

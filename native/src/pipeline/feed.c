@@ -78,19 +78,19 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t index) {
 /*
  * Waits until a slice of a batch with a rate may be passed on. Each slice occupies its delivered bytes divided by the
  * rate, starting when the previous slice's time ends. Unused time is not saved up, so the rate is never exceeded. The
- * wait holds no lock, and ends at most PACE_LOOK_NS after the batch.
+ * wait holds no lock, and ends at most PACE_LOOK_NS after the batch or its rate.
  */
-static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice) {
+static void wait_for_pace(struct ss_pipeline *pipeline, uint32_t piece, const struct ss_slice *slice, uint64_t rate) {
     struct ss_fetch *fetch = &pipeline->fetch;
     uint64_t bytes = (uint64_t)slice->decoded_length * pipeline->piece_states[piece].group->symbol_bytes;
-    uint64_t lasts_ns = bytes * 1000000000ULL / fetch->batch->rate;
+    uint64_t lasts_ns = bytes * 1000000000ULL / rate;
     uint64_t now_ns = ss_now_ns();
     uint64_t free_ns = atomic_load(&fetch->pace_ns);
     uint64_t due_ns;
     do {
         due_ns = free_ns > now_ns ? free_ns : now_ns;
     } while (!atomic_compare_exchange_weak(&fetch->pace_ns, &free_ns, due_ns + lasts_ns));
-    while (now_ns < due_ns && !ss_fetch_drops(pipeline, piece)) {
+    while (now_ns < due_ns && !ss_fetch_drops(pipeline, piece) && atomic_load(&fetch->rate) > 0) {
         uint64_t left_ns = due_ns - now_ns < PACE_LOOK_NS ? due_ns - now_ns : PACE_LOOK_NS;
         const struct timespec pause = {.tv_nsec = (long)left_ns};
         (void)nanosleep(&pause, NULL);
@@ -102,11 +102,12 @@ void ss_feed_slices(const struct ss_feed *feed, uint32_t piece, uint32_t slice_f
                     uint64_t decoded_before) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     struct ss_item items[PUSH_MAX];
-    const uint32_t most = feed->batch->rate > 0 ? 1 : PUSH_MAX;
     while (count > 0) {
+        const uint64_t rate = atomic_load(&pipeline->fetch.rate);
+        const uint32_t most = rate > 0 ? 1 : PUSH_MAX;
         uint32_t filled = 0;
-        if (feed->batch->rate > 0) {
-            wait_for_pace(pipeline, piece, &feed->batch->slices[slice_first]);
+        if (rate > 0) {
+            wait_for_pace(pipeline, piece, &feed->batch->slices[slice_first], rate);
         }
         for (; filled < count && filled < most; filled++) {
             uint32_t slice = slice_first + filled;

@@ -112,6 +112,7 @@ struct ss_fetch {
     _Atomic uint64_t work;
     _Atomic uint64_t received_bytes;
     _Atomic uint64_t delivered_bytes;
+    _Atomic uint64_t rate;    /* the batch's rate, or 0 after ss_pipeline_unlimit() */
     _Atomic uint64_t pace_ns; /* with a rate: when the next slice may be passed on */
     struct ss_group_state groups[SS_BATCH_GROUPS_MAX];
     struct ss_progress progress;

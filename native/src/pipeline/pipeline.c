@@ -566,6 +566,10 @@ void ss_batch_cancel(struct ss_batch *batch) {
     pthread_mutex_unlock(&registry_lock);
 }
 
+void ss_pipeline_unlimit(struct ss_pipeline *pipeline) {
+    atomic_store(&pipeline->fetch.rate, 0);
+}
+
 void ss_batch_supply(struct ss_batch *batch, uint32_t piece, const uint8_t *memory) {
     struct ss_piece *supplied = &batch->pieces[piece];
     supplied->memory = memory;
