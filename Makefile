@@ -1,7 +1,8 @@
 # make demo                        the main job, end to end, on this machine, with SmolLM2-135M (95 MB more)
 # make demo ARGS="--json out.json" the same, and its table as data
-# make test                        all tests, side by side: in one process more than there are cores
+# make test                        all tests, side by side, except those of the C core in C
 # make test ARGS="tests/storage -x"  some of them, with pytest's arguments; WORKERS=0 for one process, as --pdb needs it
+# make test-native                 the tests in C: plain, with sanitizers, on Arm under emulation; builds; a short fuzz
 # make test-vllm-next              the tests with real engines on vLLM 0.33
 # make test-sglang                 the storage backend in SGLang's CPU engine, in an environment of its own (2.5 GB)
 # make test-lmcache                LMCache's server with our serde, and with a storage node as its store
@@ -35,8 +36,12 @@ export VENV PYTHON
 built_sources := $(shell find native proto CMakeLists.txt -type f)
 ready := $(VENV)/.ready
 
-.PHONY: demo test test-dpu test-vllm-next test-sglang test-lmcache test-browser test-chart failure-matrix models
-.PHONY: combinations soak fuzz mutants bench wheels lint format setup clean
+# Tests side by side, and the builds of the C core with their tests in C, which are a target of their own.
+pytest := $(VENV)/bin/python -m pytest --dist loadfile --max-worker-restart 0
+native_builds := tests/native/test_build.py
+
+.PHONY: demo test test-native test-dpu test-vllm-next test-sglang test-lmcache test-browser test-chart failure-matrix
+.PHONY: models combinations soak fuzz mutants bench wheels lint format setup clean
 
 demo: $(ready)
 	-scripts/setup-demo-model
@@ -44,7 +49,10 @@ demo: $(ready)
 
 test: $(ready)
 	-scripts/setup-triton
-	$(VENV)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0 $(ARGS)
+	$(pytest) --numprocesses $(WORKERS) --ignore $(native_builds) $(ARGS)
+
+test-native: $(ready)
+	$(pytest) --numprocesses $(WORKERS) $(native_builds) $(ARGS)
 
 test-dpu: $(ready)
 	scripts/test-dpu $(ARGS)

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -221,7 +222,9 @@ class Ours:
         self.imports: set[str] = set()
         self.heirs: dict[str, list[ast.ClassDef]] = {}
         for path in sorted(folder.rglob("*.py")):
-            self._read(ast.parse(path.read_text()))
+            text = path.read_text()
+            if re.search(r"^\s*(from|import) vllm\b", text, re.MULTILINE):
+                self._read(ast.parse(text))
 
     def _read(self, tree: ast.Module) -> None:
         known: dict[str, str] = {}

@@ -8,6 +8,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ ROOF = "shadowserve_tools"
 PACKAGES = ("shadowserve", *PROGRAMS, ROOF)
 
 
-def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
+@cache
+def imported(path: Path) -> list[tuple[int, str]]:
+    """Return line and full name of each module that the file of a module imports in any way."""
+    package = ".".join(path.relative_to(REPOSITORY).parts[:-1])
+    return list(imported_by(path.read_text(encoding="utf-8"), package))
+
+
+def imported_by(source: str, package: str) -> Iterator[tuple[int, str]]:
     """Yield line and full name of each module that ``source``, a module of ``package``, imports in any way."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -28,7 +36,7 @@ def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and called(node).endswith(("import_module", "__import__")):
             for argument in node.args[:1]:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                     yield node.lineno, argument.value
@@ -36,15 +44,19 @@ def imported(source: str, package: str) -> Iterator[tuple[int, str]]:
                     yield node.lineno, str(argument.values[0].value)
 
 
+def called(node: ast.Call) -> str:
+    """Return the last part of the name that is called; empty for what is not a name."""
+    return node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+
+
 def modules(package: str) -> list[Path]:
     return [path for path in sorted((REPOSITORY / package).rglob("*.py")) if "_pb2" not in path.name]
 
 
 def forbidden(path: Path, names: tuple[str, ...]) -> list[str]:
-    package = ".".join(path.relative_to(REPOSITORY).parts[:-1])
     return [
         f"{path.relative_to(REPOSITORY)}:{line} imports {name}"
-        for line, name in imported(path.read_text(encoding="utf-8"), package)
+        for line, name in imported(path)
         if any(f"{name}.".startswith(f"{other}.") for other in names)
     ]
 
@@ -63,14 +75,20 @@ def needs() -> dict[str, set[str]]:
     names = {".".join(path.parts).removesuffix(".__init__"): source for path, source in paths.items()}
     found: dict[str, set[str]] = {}
     for name, path in names.items():
-        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-        imports = [full for _, full in imported(path.read_text(encoding="utf-8"), package)]
+        imports = [full for _, full in imported(path)]
         found[name] = {full if full in names else full.rpartition(".")[0] for full in imports} & names.keys() - {name}
     return found
 
 
 def test_no_two_modules_need_each_other() -> None:
     graphlib.TopologicalSorter(needs()).prepare()  # raises CycleError, which lists the cycle
+
+
+def test_no_configuration_reads_sizes_in_another_way() -> None:
+    found = [
+        line for package in PACKAGES for path in modules(package) for line in forbidden(path, ("pydantic.ByteSize",))
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_a_volume_knows_nothing_of_the_pool_that_it_is_part_of() -> None:

@@ -6,8 +6,8 @@
 #include <stdlib.h>
 
 /*
- * test_is_brief() returns whether SHADOWSERVE_TEST_BRIEF is set, as 'make test' has it: the same paths are taken, but
- * not each with each, and with less data. scripts/test-nightly tries all of it, with every sanitizer.
+ * test_is_brief() returns whether SHADOWSERVE_TEST_BRIEF is set, as 'make test-native' has it: the same paths are
+ * taken, but not each with each, and with less data. scripts/test-nightly tries all of it, with every sanitizer.
  */
 static inline int test_is_brief(void) {
     return getenv("SHADOWSERVE_TEST_BRIEF") != NULL;

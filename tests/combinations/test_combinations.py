@@ -6,6 +6,7 @@ refused.
 
 import ast
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ from document import main
 
 REPOSITORY = Path(__file__).parents[2]
 FEW = [("groups", "waits"), ("pages", "binned"), ("pd", "tiers"), ("policy", "s3")]
+
+
+@cache
+def functions_of(file: str) -> set[str]:
+    """Return the names of a file's functions."""
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_each_exception_is_of_one_pair_and_says_why() -> None:
@@ -33,10 +41,7 @@ def test_each_pair_is_run_or_names_a_test_that_exists() -> None:
         names = [found.test] if found.test else [ABILITIES[name].alone for name in (first, second)]
         for name in filter(None, names):
             file, _, function = name.partition("::")
-            tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"))
-            assert function in {
-                node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-            }, name
+            assert function in functions_of(file), name
 
 
 def test_the_document_has_the_table() -> None:

@@ -1,4 +1,7 @@
-"""Builds the C core with its own tests: plain, with sanitizers, each Deflate decoder, fuzzed, for Arm by emulation."""
+"""Builds the C core with its own tests: plain, with sanitizers, each Deflate decoder, fuzzed, for Arm by emulation.
+
+'make test-native' runs these tests side by side and in this order, the longest first; 'make test' does not run them.
+"""
 
 import os
 import re
@@ -25,10 +28,6 @@ def passed(output: str) -> int:
     return int(match[1])
 
 
-def test_c_tests_pass(native_build: Callable[..., Any]) -> None:
-    assert passed(native_build("plain").ctest()) >= 16
-
-
 def test_c_tests_pass_under_address_and_undefined_behaviour_sanitizers(native_build: Callable[..., Any]) -> None:
     build = native_build("sanitized")
     assert passed(build.ctest()) >= 25
@@ -37,6 +36,21 @@ def test_c_tests_pass_under_address_and_undefined_behaviour_sanitizers(native_bu
 def test_threads_share_nothing_by_the_thread_sanitizer(native_build: Callable[..., Any]) -> None:
     build = native_build("threads")
     assert passed(build.ctest()) >= 16
+
+
+def test_a_short_fuzz_finds_nothing(native_build: Callable[..., Any]) -> None:
+    if shutil.which("clang") is None:
+        pytest.skip("the fuzzers need clang (libFuzzer)")
+    build = native_build("fuzz")
+    assert passed(build.ctest()) >= 3
+
+
+def test_c_tests_pass(native_build: Callable[..., Any]) -> None:
+    assert passed(native_build("plain").ctest()) >= 16
+
+
+def test_c_tests_pass_on_the_oldest_arm_cpu_under_emulation(arm_build: Callable[..., Any]) -> None:
+    assert passed(arm_build().ctest()) == 13
 
 
 @pytest.mark.parametrize("decoder", ["zlib", *(["libdeflate"] if os.environ.get("TEST_NIGHTLY") else [])])
@@ -88,14 +102,3 @@ def test_the_sdk_of_doca_is_taken_where_pkg_config_finds_it(tmp_path: Path) -> N
     assert old.returncode == 0 and "DOCA: FALSE" in old.stdout, "DOCA 2.9 lacks a function of the backend"
     asked = configure(tmp_path / "asked", "-DSHADOWSERVE_DOCA=emulator", PKG_CONFIG_PATH=str(tmp_path))
     assert asked.returncode == 0 and "DOCA: TRUE, emulated TRUE" in asked.stdout
-
-
-def test_a_short_fuzz_finds_nothing(native_build: Callable[..., Any]) -> None:
-    if shutil.which("clang") is None:
-        pytest.skip("the fuzzers need clang (libFuzzer)")
-    build = native_build("fuzz")
-    assert passed(build.ctest()) >= 3
-
-
-def test_c_tests_pass_on_the_oldest_arm_cpu_under_emulation(arm_build: Callable[..., Any]) -> None:
-    assert passed(arm_build().ctest()) == 13

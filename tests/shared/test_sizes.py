@@ -1,6 +1,5 @@
 """Sizes as users write them: valid forms, and the error messages of others."""
 
-import ast
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +52,3 @@ def test_what_is_no_size_is_refused_with_what_to_write(text: Any, message: str) 
 )
 def test_a_size_is_printed_in_its_largest_unit(size: int, text: str) -> None:
     assert human_size(size) == text
-
-
-def test_no_configuration_reads_sizes_in_another_way() -> None:
-    for package in ("shadowserve", "storage_kv", "dpu_dataplane", "host_control", "shadowserve_tools"):
-        for path in (REPOSITORY / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.ImportFrom) and node.module == "pydantic":
-                    assert "ByteSize" not in {name.name for name in node.names}, path

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from shadowserve.calibration import PRESETS, read
 from shadowserve.errors import ShadowServeError
@@ -36,6 +35,8 @@ Make = Callable[..., Path]
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Return a function that makes the folder of a tiny model with random weights."""
+
+    from transformers import AutoConfig, AutoModelForCausalLM  # three seconds, in the one process that needs it
 
     def made(model_type: str = "llama", **options: Any) -> Path:
         folder = tmp_path_factory.mktemp(model_type)
@@ -72,6 +73,8 @@ def test_the_file_has_the_steps_of_every_preset_and_the_frequencies_of_the_model
         assert (found.steps[finer] <= found.steps[coarser]).all()
         assert found.steps[finer].mean() < found.steps[coarser].mean()
         assert printed["bits"][finer] > printed["bits"][coarser]
+    from transformers import AutoModelForCausalLM
+
     frequencies = AutoModelForCausalLM.from_pretrained(model).base_model.rotary_emb.inv_freq
     np.testing.assert_array_equal(found.frequencies, frequencies.double().numpy())
     assert found.preset("tiny").shard((0, found.layers), (1, 2)).channels(tokens=256).vector_length == SIZE
