@@ -53,7 +53,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Keep half a million objects of modules and tests, which stay to the end, out of every later garbage collection."""
+    """Keep half a million objects of modules and tests, which stay to the end, out of later garbage collections."""
     gc.collect()
     gc.freeze()
 
