@@ -67,11 +67,12 @@ def http_get(port: int, path: str) -> tuple[int, str]:
 
 
 def wait_for(condition: Callable[[], Any], timeout: float = WAIT_MAX_S) -> Any:
-    """Return the first true value of ``condition()``."""
-    ends = time.monotonic() + timeout
+    """Return the first true value of ``condition()``, which may ask another process: a long wait asks less often."""
+    ends, pause_s = time.monotonic() + timeout, 0.002
     while not (value := condition()):
         assert time.monotonic() < ends, "the condition did not become true in time"
-        time.sleep(0.002)
+        time.sleep(pause_s)
+        pause_s = min(1.2 * pause_s, 0.02)
     return value
 
 

@@ -40,7 +40,8 @@ LINES: Final = (
 )
 APART: Final = ("native/test_build",)
 LONGEST: Final = (
-    "failures/test_failures pool/test_conformance storage/test_client_memory "
+    "failures/test_failures pool/test_conformance pool/test_cold_tier dataplane/sources/resp/test_cluster "
+    "storage/test_client_memory "
     "simulation/test_seeds storage/test_many_keys host/test_delivery "
     "pool/volume/test_volume_crash failures/test_crash_loop storage/test_object_storage storage/test_lifecycle "
     "storage/test_tls dataplane/sources/test_conformance e2e/test_disaggregation_faults"

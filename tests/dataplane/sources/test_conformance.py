@@ -321,7 +321,11 @@ async def bench(
         fetching, storing = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(2))
         metrics = Metrics()
         resources = Resources(
-            pipeline=pipeline, fetching=fetching, storing=storing, metrics=metrics, budget=InterferenceBudget(metrics, pipeline.unlimit)
+            pipeline=pipeline,
+            fetching=fetching,
+            storing=storing,
+            metrics=metrics,
+            budget=InterferenceBudget(metrics, pipeline.unlimit),
         )
         source: Source
         if behind is None:
