@@ -107,7 +107,7 @@ def test_the_first_rate_is_low_but_not_zero() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_noise_alone_does_not_lower_the_rate_below_the_first_one(seed: int) -> None:
-    """Where steps vary by a fifth, the lower rates that noise causes would show even less."""
+    """Steps vary by a fifth, and lower rates would show even less of the cost."""
     policy = Interference(BUDGET)
     first = policy.rate
     assert decode(policy, 0.1, 400, deviation=0.2, seed=seed)[1] > first / 2
