@@ -37,13 +37,7 @@ static enum ss_result options_complete(struct ss_block_options *options) {
     }
     options->queue_depth = or_default(options->queue_depth, 32);
     options->operations_max = or_default(options->operations_max, 1024);
-    options->request_bytes_max = or_default(options->request_bytes_max, 1 << 20);
-    options->write_bytes_in_flight = or_default(options->write_bytes_in_flight, 4 << 20);
-    options->write_wait_ms = or_default(options->write_wait_ms, options->strict ? 1000 : 20);
-    options->background_bytes_in_flight = or_default(options->background_bytes_in_flight, 1 << 20);
-    options->background_wait_ms = or_default(options->background_wait_ms, 500);
     int is_valid = options->queue_depth <= 1024 && options->operations_max <= 1 << 20 &&
-                   options->request_bytes_max % SS_BLOCK_ALIGNMENT == 0 && options->request_bytes_max <= 1 << 30 &&
                    options->size % SS_BLOCK_ALIGNMENT == 0 && (unsigned)options->access <= SS_BLOCK_NVME &&
                    options->strict <= 1 && options->core >= -1 && options->core < CPU_SETSIZE;
     return is_valid ? SS_OK : SS_BAD_ARGUMENT;
@@ -128,7 +122,7 @@ static enum ss_result try_access(struct ss_block *block, enum ss_block_access ac
         pthread_mutex_unlock(&block->lock);
         block->driver->finish(block);
         ss_block_device_close(&block->device);
-        block->schedule.request_bytes_max = block->options.request_bytes_max;
+        block->schedule.request_bytes_max = SS_REQUEST_BYTES_MAX;
         errno = error;
         return result;
     }
