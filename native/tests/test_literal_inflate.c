@@ -3,7 +3,6 @@
  * The decoder of literals, compared with zlib: zlib decodes each accepted stream to the same bytes; our own streams are
  * accepted; all other streams are rejected; streams that are decoded in turns do not affect each other.
  */
-#include "brief.h"
 #include "check.h"
 #include "codecs/huffman_deflate.h"
 #include "codecs/literal_inflate.h"
