@@ -305,7 +305,6 @@ static uint32_t resp_watch(void *state, struct pollfd *polled) {
 }
 
 const struct ss_source ss_source_resp = {
-    .name = "resp",
     .takes = resp_takes,
     .answers = resp_answers,
     .create = resp_create,
