@@ -73,27 +73,20 @@ enum ss_block_kind { SS_BLOCK_READ = 0, SS_BLOCK_WRITE = 1, SS_BLOCK_FLUSH = 2, 
 /* Priority of an operation of any kind; a client waits for a foreground operation. */
 enum ss_block_priority {
     SS_BLOCK_PRIORITY_FOREGROUND = 0,
-    SS_BLOCK_PRIORITY_WRITE = 1,      /* while no foreground operation waits or is in flight, or after write_wait_ms */
-    SS_BLOCK_PRIORITY_BACKGROUND = 2, /* while no other operation waits or is in flight, or after background_wait_ms */
+    SS_BLOCK_PRIORITY_WRITE = 1,      /* while no foreground operation waits or is in flight; or after 20 ms */
+    SS_BLOCK_PRIORITY_BACKGROUND = 2, /* while no other operation waits or is in flight; or after 500 ms */
 };
 
 /* For each number, zero is the default. */
 struct ss_block_options {
-    size_t options_size;                 /* sizeof(struct ss_block_options), so that it can grow */
-    const char *path;                    /* a file, a block device, or an NVMe namespace's character device */
-    uint64_t size;                       /* bytes to use: a file is created, its blocks reserved; 0: present size */
-    enum ss_block_access access;         /* SS_NOT_SUPPORTED if it is not available; AUTO always finds one */
-    uint32_t buffered;                   /* 1: through the kernel's page cache; 0: bypass it */
-    uint32_t queue_depth;                /* requests that the device has at a time: 1 to 1024, default 32 */
-    uint32_t operations_max;             /* operations submitted and not yet taken back: default 1024 */
-    uint32_t request_bytes_max;          /* larger operations are split: a multiple of 4096, default 1 MiB */
-    uint32_t write_bytes_in_flight;      /* for SS_BLOCK_PRIORITY_WRITE, also the length of a turn: default 4 MiB */
-    uint32_t write_wait_ms;              /* longest wait of writes for a turn while others go first: default 20; 1000 if
-                                            'strict', since the device must then change between priorities */
-    uint32_t background_bytes_in_flight; /* the same for SS_BLOCK_PRIORITY_BACKGROUND: default 1 MiB */
-    uint32_t background_wait_ms;         /* default 500 */
-    uint32_t strict;                     /* 1: only operations of one priority are in flight at the same time */
-    int32_t core;                        /* core of the threads; -1: any */
+    size_t options_size;         /* sizeof(struct ss_block_options), so that it can grow */
+    const char *path;            /* a file, a block device, or an NVMe namespace's character device */
+    uint64_t size;               /* bytes to use: a file is created, its blocks reserved; 0: present size */
+    enum ss_block_access access; /* SS_NOT_SUPPORTED if it is not available; AUTO always finds one */
+    uint32_t queue_depth;        /* requests that the device has at a time: 1 to 1024, default 32 */
+    uint32_t operations_max;     /* operations submitted and not yet taken back: default 1024 */
+    uint32_t strict;             /* 1: only operations of one priority are in flight; writes wait up to 1 s */
+    int32_t core;                /* core of the threads; -1: any */
 };
 
 /*

@@ -264,9 +264,6 @@ SS_API uint32_t ss_extents_allocate(struct ss_extents *extents, uint32_t count);
 SS_API enum ss_result ss_extents_free(struct ss_extents *extents, uint32_t first, uint32_t count);
 SS_API enum ss_result ss_extents_reserve(struct ss_extents *extents, uint32_t first, uint32_t count);
 SS_API uint32_t ss_extents_free_blocks(const struct ss_extents *extents);
-SS_API uint32_t ss_extents_largest(const struct ss_extents *extents);
-/* ss_extents_runs() returns the number of free runs. */
-SS_API uint32_t ss_extents_runs(const struct ss_extents *extents);
 /* cffi:end */
 
 #endif /* SHADOWSERVE_INDEX_H */

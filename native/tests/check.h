@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* check.h - what the tests of kernels and codecs share: checks that survive Release, random numbers, guarded memory */
+/* check.h - what all tests share: checks that survive Release, random numbers, guarded memory */
 #ifndef SS_CHECK_H
 #define SS_CHECK_H
 
@@ -10,18 +10,31 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "brief.h"
-
-/* CHECK() ends the test with a message unless 'condition' holds; what to print comes after it, as for printf. */
+/* CHECK() ends the test with a message unless 'condition' holds; what to print may come after it, as for printf. */
 #define CHECK(condition, ...)                                                                                          \
     do {                                                                                                               \
         if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: CHECK(%s) failed: ", __FILE__, __LINE__, #condition);                              \
-            fprintf(stderr, __VA_ARGS__);                                                                              \
+            fprintf(stderr, "%s:%d: CHECK(%s) failed:", __FILE__, __LINE__, #condition);                               \
+            fprintf(stderr, " " __VA_ARGS__);                                                                          \
             fputc('\n', stderr);                                                                                       \
             exit(1);                                                                                                   \
         }                                                                                                              \
     } while (0)
+
+#define CHECK_EQUAL(left, right)                                                                                       \
+    do {                                                                                                               \
+        long long left_value = (long long)(left);                                                                      \
+        long long right_value = (long long)(right);                                                                    \
+        CHECK(left_value == right_value, "%s is %lld, %s is %lld", #left, left_value, #right, right_value);            \
+    } while (0)
+
+/*
+ * test_is_brief() returns whether SHADOWSERVE_TEST_BRIEF is set, as 'make test-native' has it: the same paths are
+ * taken, but not each with each, and with less data. scripts/test-nightly tries all of it, with every sanitizer.
+ */
+static inline int test_is_brief(void) {
+    return getenv("SHADOWSERVE_TEST_BRIEF") != NULL;
+}
 
 /* ---- Random numbers: the same in every run ------------------------------------------------------------------- */
 

@@ -7,7 +7,8 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <time.h>
-#include <zlib.h>
+
+#include "zlib_reference.h"
 
 enum { WAIT_MAX_SECONDS = 60 };
 
@@ -280,12 +281,7 @@ void expect_abort(void (*misuse)(void), const char *rule) {
 }
 
 size_t deflate_raw(const void *plain, size_t size, uint8_t *stream, size_t stream_max) {
-    z_stream encoder = {
-        .next_in = (void *)(uintptr_t)plain, .avail_in = (uInt)size, .next_out = stream, .avail_out = (uInt)stream_max};
-    CHECK(deflateInit2(&encoder, 6, Z_DEFLATED, -15, 8, Z_DEFAULT_STRATEGY) == Z_OK, "deflateInit2");
-    CHECK(deflate(&encoder, Z_FINISH) == Z_STREAM_END, "deflate");
-    deflateEnd(&encoder);
-    return encoder.total_out;
+    return zlib_deflate(plain, size, stream, stream_max, 6, Z_DEFAULT_STRATEGY, 0);
 }
 
 void text_fill(uint8_t *target, size_t size) {

@@ -317,11 +317,6 @@ API int cuCtxSetCurrent(struct context *context) {
     return leave(SUCCESS);
 }
 
-API int cuCtxGetCurrent(struct context **context) {
-    *context = current;
-    return SUCCESS;
-}
-
 /* ---- Memory -------------------------------------------------------------------------------------------------- */
 
 static int map(int file, uint64_t size, enum range_kind kind, uint64_t *address) {

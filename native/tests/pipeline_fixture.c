@@ -1,48 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* pipeline_fixture.c - records made with the kernels alone, so that the pipeline is not its own witness */
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "pipeline/internal.h"
 #include "pipeline_support.h"
 
-uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
-}
-
-uint64_t after_ms(uint64_t milliseconds) {
-    return now_ns() + milliseconds * 1000000ULL;
-}
-
-uint64_t after_patience(void) {
-    return now_ns() + WAIT_MAX_NS;
-}
-
-/* xorshift64* */
-uint32_t random_next(uint64_t *state) {
-    *state ^= *state >> 12;
-    *state ^= *state << 25;
-    *state ^= *state >> 27;
-    return (uint32_t)((*state * 0x2545F4914F6CDD1DULL) >> 32);
-}
-
-/* About normal: the sum of a few uniform numbers. */
-static float random_value(uint64_t *state) {
-    float sum = 0;
-    for (int i = 0; i < 3; i++) { /* two terms each */
-        uint32_t terms = random_next(state);
-        sum += (float)((terms & 0xFFFF) + (terms >> 16)) / (float)(1 << 16) - 1.0F;
-    }
-    return sum;
-}
-
-static void fill(uint8_t *data, uint64_t size, enum ss_dtype dtype, uint64_t *state) {
+static void fill(uint8_t *data, uint64_t size, enum ss_dtype dtype) {
     size_t element = ss_dtype_size(dtype);
     for (uint64_t offset = 0; offset < size; offset += element) {
-        float value = random_value(state);
+        float value = (float)random_bell();
         uint32_t bits;
         memcpy(&bits, &value, sizeof bits);
         if (dtype == SS_DTYPE_BFLOAT16) {
@@ -151,8 +118,7 @@ struct fixture *fixture_make(const struct shape *shape) {
     fixture->slices = calloc((size_t)shape->chunks * shape->slices, sizeof *fixture->slices);
     CHECK(fixture->source != NULL && fixture->expected != NULL && fixture->records != NULL);
     CHECK(fixture->record_sizes != NULL && fixture->chunks != NULL && fixture->slices != NULL);
-    uint64_t state = 0x9E3779B97F4A7C15ULL;
-    fill(fixture->source, fixture->size, shape->dtype, &state);
+    fill(fixture->source, fixture->size, shape->dtype);
     for (uint32_t i = 0; i < shape->chunks; i++) {
         make_chunk(fixture, i, slice_bytes);
     }
@@ -219,6 +185,18 @@ void batch_free(struct ss_batch *batch) {
     }
     free(batch->groups);
     free(batch);
+}
+
+void batch_make_room(struct ss_batch *batch) {
+    uint64_t offset = 0;
+    for (uint32_t i = 0; i < batch->piece_count; i++) {
+        struct ss_piece *piece = &batch->pieces[i];
+        piece->decompression_offset = offset;
+        for (uint32_t j = 0; j < piece->slice_count; j++) {
+            const struct ss_slice *slice = &batch->slices[piece->slice_first + j];
+            offset += slice->scales_length + ss_compress_bound(piece->codec, slice->decoded_length);
+        }
+    }
 }
 
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk) {

@@ -7,31 +7,10 @@
 #define PIPELINE_SUPPORT_H
 
 #include <pthread.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
 
-#include "brief.h"
+#include "check.h"
+#include "cpu/clock.h"
 #include "shadowserve.h"
-
-#define CHECK(condition)                                                                                               \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: CHECK failed: %s\n", __FILE__, __LINE__, #condition);                              \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
-
-#define CHECK_EQUAL(left, right)                                                                                       \
-    do {                                                                                                               \
-        long long left_value = (long long)(left);                                                                      \
-        long long right_value = (long long)(right);                                                                    \
-        if (left_value != right_value) {                                                                               \
-            fprintf(stderr, "%s:%d: CHECK_EQUAL failed: %s is %lld, %s is %lld\n", __FILE__, __LINE__, #left,          \
-                    left_value, #right, right_value);                                                                  \
-            exit(1);                                                                                                   \
-        }                                                                                                              \
-    } while (0)
 
 /* ---- Server -------------------------------------------------------------------------------------------------- */
 
@@ -128,6 +107,9 @@ void fixture_serve(const struct fixture *fixture, struct server *server);
  */
 struct ss_batch *fixture_round(const struct fixture *fixture);
 void batch_free(struct ss_batch *batch);
+
+/* batch_make_room() places the pieces in the store buffer, as ss_pipeline_encode() needs it. */
+void batch_make_room(struct ss_batch *batch);
 
 /* fixture_matches() returns whether chunk 'chunk' was delivered right. */
 int fixture_matches(const struct fixture *fixture, const struct ss_batch *batch, uint32_t chunk);
@@ -236,18 +218,20 @@ void bench_cancel_stalled(struct bench *bench, pthread_t *thread);
 /* emulate() sets DOCA_EMULATOR_<name>, or with NULL removes it. The emulator reads it when it opens a closed device. */
 void emulate(const char *name, const char *value);
 
-/* ---- Time and chance ----------------------------------------------------------------------------------------- */
+/* ---- Time ---------------------------------------------------------------------------------------------------- */
 
 /* Time that what must end may take, on a machine that stands still for seconds; and what it takes on one that does not,
  * once at least in several tries: then the call itself is prompt. */
 #define WAIT_MAX_NS 60000000000ULL
 #define PROMPT_NS 1000000000ULL
 
-uint64_t now_ns(void);
-uint64_t after_ms(uint64_t milliseconds);
+static inline uint64_t after_ms(uint64_t milliseconds) {
+    return ss_now_ns() + milliseconds * 1000000ULL;
+}
 
 /* after_patience() is a deadline that is not meant to be hit. */
-uint64_t after_patience(void);
-uint32_t random_next(uint64_t *state);
+static inline uint64_t after_patience(void) {
+    return ss_now_ns() + WAIT_MAX_NS;
+}
 
 #endif /* PIPELINE_SUPPORT_H */

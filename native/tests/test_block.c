@@ -6,7 +6,6 @@
  * Without arguments on files in this folder and in memory. 'test_block ACCESS PATH' does on a device what can be done
  * there, and destroys what is on it; 'test_block ACCESS PATH removed' reads and writes it until it is taken away.
  */
-#include "brief.h"
 #include "check.h"
 #include "shadowserve_block.h"
 
@@ -46,21 +45,24 @@ static uint8_t *memory_make(size_t size) {
     return memory;
 }
 
-/* Takes completions until 'count' came, which must all have ended with 'error'; returns the sum of their tags. */
-static uint64_t await(struct ss_block *block, size_t count, int32_t error) {
-    struct ss_block_completion completions[16];
+static struct ss_block_completion completion_await(struct ss_block *block) {
+    struct ss_block_completion completion;
     struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
+
+    while (ss_block_completions(block, &completion, 1) == 0) {
+        CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended");
+    }
+    return completion;
+}
+
+/* Awaits 'count' completions, which must all have ended with 'error'; returns the sum of their tags. */
+static uint64_t await(struct ss_block *block, size_t count, int32_t error) {
     uint64_t tags = 0;
 
-    while (count > 0) {
-        CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended; %zu are missing", count);
-        size_t taken = ss_block_completions(block, completions, 16);
-        CHECK(taken <= count, "%zu completions of %zu", taken, count);
-        for (size_t index = 0; index < taken; index++) {
-            CHECK(completions[index].error == error, "%s, not %s", strerror(completions[index].error), strerror(error));
-            tags += completions[index].tag;
-        }
-        count -= taken;
+    for (; count > 0; count--) {
+        struct ss_block_completion completion = completion_await(block);
+        CHECK(completion.error == error, "%s, not %s", strerror(completion.error), strerror(error));
+        tags += completion.tag;
     }
     return tags;
 }
@@ -191,21 +193,17 @@ static struct ss_block_operation checked_read(const struct stored *object, uint8
                                        .is_checked = 1};
 }
 
-/* Takes all completions that are there, and notes their verdicts by tag. */
-static size_t verdicts_take(struct ss_block *block, enum ss_result *verdicts, int32_t *errors) {
-    struct ss_block_completion completions[OBJECTS];
-    size_t taken = ss_block_completions(block, completions, OBJECTS);
-
-    for (size_t index = 0; index < taken; index++) {
-        verdicts[completions[index].tag] = completions[index].verdict;
-        errors[completions[index].tag] = completions[index].error;
+/* Awaits all completions, and notes their verdicts by tag. */
+static void verdicts_await(struct ss_block *block, enum ss_result *verdicts, int32_t *errors) {
+    for (size_t index = 0; index < OBJECTS; index++) {
+        struct ss_block_completion completion = completion_await(block);
+        verdicts[completion.tag] = completion.verdict;
+        errors[completion.tag] = completion.error;
     }
-    return taken;
 }
 
 static void test_reads_are_checked(const char *path, enum ss_block_access access) {
     struct ss_block *block = device_open(path, access, SIZE);
-    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
     uint8_t *memory = memory_make(HALF);
     struct stored objects[OBJECTS];
     struct ss_block_operation operations[OBJECTS];
@@ -225,9 +223,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
             }
         }
         CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
-        for (size_t count = 0; count < OBJECTS; count += verdicts_take(block, verdicts, errors)) {
-            CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended");
-        }
+        verdicts_await(block, verdicts, errors);
         for (size_t index = 0; index < OBJECTS; index++) {
             enum ss_result right = how == 2                     ? SS_NOT_SUPPORTED
                                    : how == 1 && index % 6 == 1 ? SS_OK /* the rot is further on */
@@ -248,7 +244,7 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
     }
     CHECK(ss_block_submit(block, operations, OBJECTS) == SS_OK, "submit");
     CHECK(ss_block_stop(block, WAIT_MAX_MS) == SS_OK, "stop");
-    CHECK(verdicts_take(block, verdicts, errors) == OBJECTS, "all of them ended");
+    verdicts_await(block, verdicts, errors);
     for (size_t index = 0; index < OBJECTS; index++) {
         enum ss_result right = errors[index] == 0 ? objects[index].verdict : SS_NOT_SUPPORTED;
         CHECK(verdicts[index] == right && (errors[index] == 0 || errors[index] == ECANCELED), "object %zu", index);
@@ -322,11 +318,8 @@ static void paged_make(struct paged *paged, const uint8_t *content, uint32_t ext
 }
 
 static void paged_read(struct ss_block *block, struct paged *paged, int32_t error, enum ss_result verdict) {
-    struct ss_block_completion completion;
-    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
-
     CHECK(ss_block_submit(block, &paged->operation, 1) == SS_OK, "submit");
-    CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1 && ss_block_completions(block, &completion, 1) == 1, "nothing ended");
+    struct ss_block_completion completion = completion_await(block);
     CHECK(completion.error == error && completion.tag == 7, "%s", strerror(completion.error));
     CHECK(completion.verdict == verdict, "verdict %d", (int)completion.verdict);
 }
@@ -419,20 +412,15 @@ enum { CHECKED = 1, OBJECT_LENGTH = 3 * PAGE - SS_OBJECT_HEADER_BYTES };
 /* Submits 'count' operations, and returns the errno of the last one that failed. Successful reads have the expected
  * bytes. */
 static int32_t last_error(struct ss_block *block, const struct ss_block_operation *operations, size_t count) {
-    struct ss_block_completion completion;
-    struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
     int32_t error = 0;
 
     CHECK(ss_block_submit(block, operations, count) == SS_OK, "submit");
-    while (count > 0) {
-        CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended; %zu are missing", count);
-        if (ss_block_completions(block, &completion, 1) == 1) {
-            int was_checked = completion.error == 0 && completion.tag == CHECKED;
-            CHECK(completion.verdict == (was_checked ? SS_OK : SS_NOT_SUPPORTED), "verdict %d of %d, error %d",
-                  (int)completion.verdict, (int)completion.tag, completion.error);
-            count--;
-            error = completion.error != 0 ? completion.error : error;
-        }
+    for (; count > 0; count--) {
+        struct ss_block_completion completion = completion_await(block);
+        int was_checked = completion.error == 0 && completion.tag == CHECKED;
+        CHECK(completion.verdict == (was_checked ? SS_OK : SS_NOT_SUPPORTED), "verdict %d of %d, error %d",
+              (int)completion.verdict, (int)completion.tag, completion.error);
+        error = completion.error != 0 ? completion.error : error;
     }
     return error;
 }

@@ -2,6 +2,7 @@
 /* A device that answers late, in parts, with errors, or not at all: the test's own driver simulates each case. */
 #include "block/block.h"
 #include "check.h"
+#include "cpu/clock.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -24,7 +25,7 @@ static enum ss_result driver_start(struct ss_block *block) {
 static void driver_run(struct ss_block *block) {
     struct ss_request *request;
     for (;;) {
-        while ((request = ss_schedule_next(&block->schedule, ss_block_now())) == NULL) {
+        while ((request = ss_schedule_next(&block->schedule, ss_now_ns())) == NULL) {
             if (block->stopping) {
                 return;
             }
@@ -37,6 +38,8 @@ static void driver_run(struct ss_block *block) {
             }
             attempted_at[next_outcome] = request->done;
             again = ss_block_finish_request(block, request, outcomes[next_outcome++]);
+        }
+        while (ss_block_check_next(block)) {
         }
     }
 }
@@ -64,16 +67,20 @@ static struct ss_block *open_with(const int64_t *list, size_t count) {
     return block;
 }
 
-static struct ss_block_completion perform(struct ss_block *block, enum ss_block_kind kind, uint64_t length) {
-    struct ss_block_operation operation = {.kind = kind, .length = length, .memory = length != 0 ? memory : NULL};
+static struct ss_block_completion perform_one(struct ss_block *block, const struct ss_block_operation *operation) {
     struct pollfd poll_set = {.fd = ss_block_descriptor(block), .events = POLLIN};
     struct ss_block_completion completion;
 
-    CHECK(ss_block_submit(block, &operation, 1) == SS_OK, "submit");
+    CHECK(ss_block_submit(block, operation, 1) == SS_OK, "submit");
     CHECK(poll(&poll_set, 1, WAIT_MAX_MS) == 1, "nothing ended");
     CHECK(ss_block_completions(block, &completion, 1) == 1, "nothing to take");
     CHECK(poll(&poll_set, 1, 0) == 0, "readable although there is nothing more");
     return completion;
+}
+
+static struct ss_block_completion perform(struct ss_block *block, enum ss_block_kind kind, uint64_t length) {
+    struct ss_block_operation operation = {.kind = kind, .length = length, .memory = length != 0 ? memory : NULL};
+    return perform_one(block, &operation);
 }
 
 static void check_error(const int64_t *list, size_t count, enum ss_block_kind kind, int32_t error) {
@@ -133,6 +140,28 @@ static void test_a_device_that_went_away_is_told(void) {
     ss_block_close(block);
 }
 
+/* The thread that checks what was read meets the end of a client's file, which was cut off meanwhile. */
+static void test_memory_that_is_lost_holds_no_object(void) {
+    struct ss_guard *guard;
+    int fd = memfd_create("lost", MFD_CLOEXEC);
+    CHECK(fd >= 0 && ftruncate(fd, 2 * PAGE) == 0, "memfd");
+    void *lost = mmap(NULL, 2 * PAGE, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    CHECK(lost != MAP_FAILED && ss_guard_open(lost, 2 * PAGE, &guard) == SS_OK && ftruncate(fd, 0) == 0, "guard");
+    const struct ss_block_operation operation = {.kind = SS_BLOCK_READ,
+                                                 .length = 2 * PAGE,
+                                                 .memory = lost,
+                                                 .expected = {.length = PAGE},
+                                                 .expected_units = 1,
+                                                 .is_checked = 1};
+    struct ss_block *block = open_with((const int64_t[]){2 * PAGE}, 1);
+    struct ss_block_completion completion = perform_one(block, &operation);
+    CHECK(completion.error == 0 && completion.verdict == SS_BAD_DATA, "verdict %d", (int)completion.verdict);
+    CHECK(ss_guard_lost(guard), "lost");
+    ss_block_close(block);
+    ss_guard_close(guard);
+    CHECK(munmap(lost, 2 * PAGE) == 0 && close(fd) == 0, "end");
+}
+
 /* The block of a device that never answers is never freed: this pointer keeps it reachable for leak checkers. */
 static struct ss_block *stuck;
 
@@ -173,6 +202,7 @@ int main(void) {
     test_interruptions_are_tried_again_but_not_for_ever();
     test_a_discard_that_is_not_taken_is_no_error();
     test_a_device_that_went_away_is_told();
+    test_memory_that_is_lost_holds_no_object();
     test_a_device_that_does_not_answer_delays_no_other();
     CHECK(unlink(path) == 0, "unlink");
     return 0;

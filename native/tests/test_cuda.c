@@ -7,21 +7,14 @@
  * handle and its GPU's address, and compares what it finds in its memory at the end.
  */
 #include <dlfcn.h>
-#include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include "backends/cuda.h"
 #include "check.h"
 
 enum { WORK_BYTES = 65536, WORKS = 20, BYTES = WORKS * WORK_BYTES, HANDLE_BYTES = 64, ADDRESS_BYTES = 32, THREADS = 3 };
-#define HOLDS(condition) CHECK(condition, "errno is %d", errno)
-#define CHECK_EQUAL(found, wanted) CHECK((found) == (wanted), "%s", #found " is another value")
 
 /* Message of an exporter. */
 struct exported {
@@ -37,7 +30,7 @@ struct exporter {
 
 static void *symbol(void *library, const char *name) {
     void *found = dlsym(library, name);
-    HOLDS(found != NULL);
+    CHECK(found != NULL);
     return found;
 }
 
@@ -51,7 +44,7 @@ static uint8_t byte_at(size_t index) {
 
 static int export_and_wait(int ordinal) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
-    HOLDS(library != NULL);
+    CHECK(library != NULL);
     void *context = NULL;
     uint64_t address = 0;
     struct exported exported = {0};
@@ -62,11 +55,11 @@ static int export_and_wait(int ordinal) {
     CALL(library, "cuMemAlloc_v2", (uint64_t *, size_t), &address, BYTES);
     CALL(library, "cuIpcGetMemHandle", (void *, uint64_t), exported.handle, address);
     CALL(library, "cuDeviceGetPCIBusId", (char *, int, int), exported.gpu, ADDRESS_BYTES, ordinal);
-    HOLDS(write(STDOUT_FILENO, &exported, sizeof exported) == sizeof exported);
-    HOLDS(read(STDIN_FILENO, &go, 1) == 1);
+    CHECK(write(STDOUT_FILENO, &exported, sizeof exported) == sizeof exported);
+    CHECK(read(STDIN_FILENO, &go, 1) == 1);
     uint8_t *found = calloc(1, BYTES);
     void *stream = NULL;
-    HOLDS(found != NULL);
+    CHECK(found != NULL);
     CALL(library, "cuStreamCreate", (void **, unsigned), &stream, 1);
     CALL(library, "cuMemcpyDtoHAsync_v2", (void *, uint64_t, size_t, void *), found, address, BYTES, stream);
     CALL(library, "cuStreamSynchronize", (void *), stream);
@@ -83,11 +76,11 @@ static struct exporter exporter_start(int ordinal) {
     int up[2];
     char number[16];
     snprintf(number, sizeof number, "%d", ordinal);
-    HOLDS(pipe2(down, O_CLOEXEC) == 0 && pipe2(up, O_CLOEXEC) == 0);
+    CHECK(pipe2(down, O_CLOEXEC) == 0 && pipe2(up, O_CLOEXEC) == 0);
     exporter.process = fork();
-    HOLDS(exporter.process >= 0);
+    CHECK(exporter.process >= 0);
     if (exporter.process == 0) {
-        HOLDS(dup2(down[0], STDIN_FILENO) >= 0 && dup2(up[1], STDOUT_FILENO) >= 0);
+        CHECK(dup2(down[0], STDIN_FILENO) >= 0 && dup2(up[1], STDOUT_FILENO) >= 0);
         close(down[1]);
         close(up[0]);
         execl("/proc/self/exe", "exporter", number, (char *)NULL);
@@ -96,16 +89,16 @@ static struct exporter exporter_start(int ordinal) {
     close(down[0]);
     close(up[1]);
     exporter.to = down[1];
-    HOLDS(read(up[0], &exporter.exported, sizeof exporter.exported) == sizeof exporter.exported);
+    CHECK(read(up[0], &exporter.exported, sizeof exporter.exported) == sizeof exporter.exported);
     close(up[0]);
     return exporter;
 }
 
 static void exporter_end(const struct exporter *exporter) {
     int status = 0;
-    HOLDS(write(exporter->to, "", 1) == 1);
-    HOLDS(waitpid(exporter->process, &status, 0) == exporter->process);
-    HOLDS(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(write(exporter->to, "", 1) == 1);
+    CHECK(waitpid(exporter->process, &status, 0) == exporter->process);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
     close(exporter->to);
 }
 
@@ -126,7 +119,7 @@ static struct ss_cuda_memory *opened(const struct exporter *exporter, uint8_t **
 
 static uint8_t *buffer_new(void) {
     uint8_t *buffer = malloc(BYTES);
-    HOLDS(buffer != NULL);
+    CHECK(buffer != NULL);
     for (size_t i = 0; i < BYTES; i++) {
         buffer[i] = byte_at(i);
     }
@@ -135,7 +128,7 @@ static uint8_t *buffer_new(void) {
 
 static struct ss_cuda_channel *channel_new(uint8_t *buffer) {
     struct ss_cuda_channel *channel = ss_cuda_channel_new((struct ss_backend_range){.data = buffer, .size = BYTES});
-    HOLDS(channel != NULL);
+    CHECK(channel != NULL);
     return channel;
 }
 
@@ -145,21 +138,21 @@ static void test_what_is_no_memory(const struct exporter *exporter) {
     uint8_t garbage[HANDLE_BYTES] = {1};
     struct ss_memory wrong = described(exporter);
     wrong.device = "0000:7f:00.0";
-    HOLDS(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
+    CHECK(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
     wrong = described(exporter);
     wrong.descriptor_size = HANDLE_BYTES - 1;
-    HOLDS(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
+    CHECK(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
     wrong = described(exporter);
     wrong.descriptor = garbage;
-    HOLDS(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
-    HOLDS(memory == NULL);
+    CHECK(ss_cuda_memory_open(&wrong, &memory, &address) == SS_BAD_ARGUMENT);
+    CHECK(memory == NULL);
 }
 
 static _Thread_local uint32_t completed;
 
 static void on_complete(struct ss_work *work) {
-    HOLDS(work->result == SS_OK);
-    HOLDS((uint32_t)(uintptr_t)work->user == completed); /* in the order of their starts */
+    CHECK(work->result == SS_OK);
+    CHECK((uint32_t)(uintptr_t)work->user == completed); /* in the order of their starts */
     completed++;
 }
 
@@ -177,12 +170,12 @@ static void copy_all(struct ss_cuda_channel *channel, struct ss_cuda_memory *mem
                                     .target_size = WORK_BYTES,
                                     .complete = on_complete,
                                     .user = (void *)(uintptr_t)i};
-        HOLDS(ss_cuda_copy(channel, memory, &works[i], to_gpu) == SS_OK);
+        CHECK(ss_cuda_copy(channel, memory, &works[i], to_gpu) == SS_OK);
     }
     while (completed < WORKS) {
         ss_cuda_progress(channel);
     }
-    HOLDS(ss_cuda_progress(channel) == 0);
+    CHECK(ss_cuda_progress(channel) == 0);
 }
 
 static void test_copies(const struct exporter *exporter) {
@@ -195,11 +188,11 @@ static void test_copies(const struct exporter *exporter) {
     memset(buffer, 0, BYTES);
     copy_all(second, memory, buffer, gpu, 0);
     for (size_t i = 0; i < BYTES; i++) {
-        HOLDS(buffer[i] == byte_at(i));
+        CHECK(buffer[i] == byte_at(i));
     }
     struct ss_work outside = {.source = buffer, .target = gpu, .source_size = BYTES + (64U << 20)};
-    HOLDS(ss_cuda_copy(first, memory, &outside, 1) == SS_DEVICE); /* starts nothing */
-    HOLDS(ss_cuda_progress(first) == 0);
+    CHECK(ss_cuda_copy(first, memory, &outside, 1) == SS_DEVICE); /* starts nothing */
+    CHECK(ss_cuda_progress(first) == 0);
     ss_cuda_channel_free(first);
     ss_cuda_channel_free(second);
     ss_cuda_channel_free(NULL);
@@ -248,14 +241,14 @@ static void test_threads_and_contexts(void) {
     void *library = dlopen("libcuda.so.1", RTLD_NOW);
     pthread_t threads[THREADS];
     int ordinals = 0;
-    HOLDS(library != NULL);
+    CHECK(library != NULL);
     CALL(library, "cuDeviceGetCount", (int *), &ordinals);
     ordinals = ordinals > 2 ? 2 : ordinals;
     for (size_t i = 0; i < THREADS; i++) {
-        HOLDS(pthread_create(&threads[i], NULL, serve_engines, &ordinals) == 0);
+        CHECK(pthread_create(&threads[i], NULL, serve_engines, &ordinals) == 0);
     }
     for (size_t i = 0; i < THREADS; i++) {
-        HOLDS(pthread_join(threads[i], NULL) == 0);
+        CHECK(pthread_join(threads[i], NULL) == 0);
     }
     printf("%d threads, %d GPUs\n", THREADS, ordinals);
 }
@@ -264,7 +257,7 @@ int main(int count, char **arguments) {
     if (count > 1) {
         return export_and_wait(atoi(arguments[1]));
     }
-    HOLDS(ss_cuda_present());
+    CHECK(ss_cuda_present());
     struct exporter exporter = exporter_start(0);
     test_what_is_no_memory(&exporter);
     test_copies(&exporter);
@@ -272,7 +265,7 @@ int main(int count, char **arguments) {
     struct ss_memory gone = described(&exporter);
     struct ss_cuda_memory *memory = NULL;
     uint8_t *address = NULL;
-    HOLDS(ss_cuda_memory_open(&gone, &memory, &address) == SS_BAD_ARGUMENT);
+    CHECK(ss_cuda_memory_open(&gone, &memory, &address) == SS_BAD_ARGUMENT);
     test_a_channel_goes_on_after_the_last_memory_was_closed();
     test_threads_and_contexts();
     return 0;

@@ -4,7 +4,6 @@
  * results for every codec, dtype and number of bins, odd shapes, shared and strange scales, unaligned targets, damaged
  * streams; nothing is touched outside the target. And ss_dequantize_streamed() against ss_dequantize().
  */
-#include "brief.h"
 #include "check.h"
 #include "codecs/decode.h"
 #include "codecs/kvrans/kvrans.h"

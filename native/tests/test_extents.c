@@ -26,20 +26,20 @@ static uint32_t first_fit(uint32_t count) {
     return UINT32_MAX;
 }
 
-static void compare(const struct ss_extents *extents) {
-    uint32_t runs = 0, largest = 0, free_blocks = 0;
+/* Free blocks that touch are one run: the longest can be allocated as a whole, and nothing longer can. */
+static void compare(struct ss_extents *extents) {
+    uint32_t longest = 0, free_blocks = 0;
     for (uint32_t first = 0; first < BLOCKS; first++) {
         uint32_t count = run_at(first, 0);
-        if (count > 0) {
-            runs++;
-            largest = count > largest ? count : largest;
-            free_blocks += count;
-            first += count;
-        }
+        longest = count > longest ? count : longest;
+        free_blocks += count;
+        first += count;
     }
-    CHECK(ss_extents_runs(extents) == runs, "%u runs instead of %u", ss_extents_runs(extents), runs);
-    CHECK(ss_extents_largest(extents) == largest, "%u instead of %u", ss_extents_largest(extents), largest);
     CHECK(ss_extents_free_blocks(extents) == free_blocks, "%u blocks", ss_extents_free_blocks(extents));
+    CHECK(ss_extents_allocate(extents, longest + 1) == UINT32_MAX, "more than %u", longest);
+    uint32_t first = ss_extents_allocate(extents, longest);
+    CHECK(first == (longest > 0 ? first_fit(longest) : UINT32_MAX), "%u at %u", longest, first);
+    CHECK(longest == 0 || ss_extents_free(extents, first, longest) == SS_OK, "back");
 }
 
 static void step(struct ss_extents *extents) {
@@ -86,15 +86,15 @@ static void test_edges(void) {
     struct ss_extents *extents;
     CHECK(ss_extents_open(UINT32_MAX, &extents) == SS_BAD_ARGUMENT, "too many");
     CHECK(ss_extents_open(0, &extents) == SS_OK && ss_extents_allocate(extents, 1) == UINT32_MAX, "none");
-    CHECK(ss_extents_free(extents, 0, 1) == SS_BAD_ARGUMENT && ss_extents_largest(extents) == 0, "none");
+    CHECK(ss_extents_free(extents, 0, 1) == SS_BAD_ARGUMENT, "none");
     ss_extents_close(extents);
     CHECK(ss_extents_open(UINT32_MAX - 1, &extents) == SS_OK, "16 TiB");
     CHECK(ss_extents_reserve(extents, UINT32_MAX - 2, 1) == SS_OK, "the last");
     CHECK(ss_extents_reserve(extents, UINT32_MAX - 2, UINT32_MAX) == SS_BAD_ARGUMENT, "over the end");
-    CHECK(ss_extents_allocate(extents, UINT32_MAX - 2) == 0 && ss_extents_runs(extents) == 0, "all");
+    CHECK(ss_extents_allocate(extents, UINT32_MAX - 2) == 0 && ss_extents_allocate(extents, 1) == UINT32_MAX, "all");
     CHECK(ss_extents_free(extents, 5, UINT32_MAX) == SS_BAD_ARGUMENT, "over the end");
     CHECK(ss_extents_free(extents, 0, UINT32_MAX - 1) == SS_OK, "all back");
-    CHECK(ss_extents_largest(extents) == UINT32_MAX - 1, "one run");
+    CHECK(ss_extents_allocate(extents, UINT32_MAX - 1) == 0, "one run");
     ss_extents_close(extents);
     ss_extents_close(NULL);
 }
@@ -107,11 +107,11 @@ static void test_many_runs(void) {
     for (uint32_t block = 0; block < MANY; block += 2) {
         CHECK(ss_extents_reserve(extents, block, 1) == SS_OK, "block %u", block);
     }
-    CHECK(ss_extents_runs(extents) == MANY / 2 && ss_extents_allocate(extents, 2) == UINT32_MAX, "runs");
+    CHECK(ss_extents_free_blocks(extents) == MANY / 2 && ss_extents_allocate(extents, 2) == UINT32_MAX, "runs");
     for (uint32_t block = 0; block < MANY; block += 2) {
         CHECK(ss_extents_free(extents, block, 1) == SS_OK, "block %u", block);
     }
-    CHECK(ss_extents_runs(extents) == 1 && ss_extents_largest(extents) == MANY, "one");
+    CHECK(ss_extents_allocate(extents, MANY) == 0, "one");
     ss_extents_close(extents);
 }
 

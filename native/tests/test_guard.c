@@ -9,7 +9,8 @@
 #include <ucontext.h>
 #include <unistd.h>
 
-#include "pipeline_support.h"
+#include "check.h"
+#include "shadowserve.h"
 
 enum { THREADS = 4, ROUNDS = 25, MAPPINGS = 3, SIZE = 64 * 4096 };
 

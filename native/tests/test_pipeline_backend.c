@@ -361,9 +361,7 @@ LATE_TEST(test_memory_that_is_elsewhere, AS_BEFORE, late.plain_memory = 0) {
     batch->groups->memory = ss_memory_address(batch->groups->registered);
     CHECK_EQUAL(ss_pipeline_fetch(bench->pipeline, batch, bench->sockets, 1), SS_OK);
     CHECK(memcmp(bytes, fixture->expected, fixture->size) == 0);
-    for (uint32_t i = 0; i < batch->piece_count; i++) {
-        batch->pieces[i].decompression_offset = i * (fixture->stored_bytes + fixture->size / batch->piece_count);
-    }
+    batch_make_room(batch);
     late.collect_fails = 1;
     CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_DEVICE);
     late.collect_fails = 0;

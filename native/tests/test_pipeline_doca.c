@@ -236,11 +236,7 @@ static struct elsewhere export_memory(uint8_t *bytes, uint64_t size) {
 
 /* Encodes from exported memory; what came out is what the fixture has. */
 static enum ss_result store(const struct bench *bench, struct ss_batch *batch) {
-    uint64_t room = bench->fixture->size / batch->piece_count + (1 << 16);
-    for (uint32_t i = 0; i < batch->piece_count; i++) {
-        batch->pieces[i].decompression_offset = i * room;
-        batch->pieces[i].result = SS_SKIPPED;
-    }
+    batch_make_room(batch);
     batch->deadline_ns = after_patience(); /* of this store: a test has hundreds */
     enum ss_result result = ss_pipeline_encode(bench->pipeline, batch);
     for (uint32_t i = 0; i < batch->slice_count; i++) {

@@ -195,7 +195,7 @@ PIPELINE_TEST(test_stall_ends_at_the_deadline, AS_BEFORE, AS_BEFORE) {
     for (uint64_t milliseconds = 250;; milliseconds *= 4) {
         bench_begin(bench)->deadline_ns = after_ms(milliseconds);
         CHECK_EQUAL(bench_fetch(bench), SS_DEADLINE);
-        uint64_t back_ns = now_ns();
+        uint64_t back_ns = ss_now_ns();
         CHECK(back_ns >= bench->batch->deadline_ns);
         note_late("deadline", bench->fused, back_ns - bench->batch->deadline_ns, &deadline_late_ns);
         if (is_fetched_up_to(bench, BAD_CHUNK)) {
@@ -210,7 +210,7 @@ PIPELINE_TEST(test_stall_ends_at_the_deadline, AS_BEFORE, AS_BEFORE) {
 }
 
 PIPELINE_TEST(test_deadline_that_has_passed, AS_BEFORE, AS_BEFORE) {
-    bench_begin(bench)->deadline_ns = now_ns() - 1;
+    bench_begin(bench)->deadline_ns = ss_now_ns() - 1;
     CHECK_EQUAL(bench_fetch(bench), SS_DEADLINE);
     CHECK_EQUAL(bench->batch->pieces[0].result, SS_DEADLINE);
     CHECK_EQUAL(bench->batch->pieces[1].result, SS_SKIPPED);
@@ -223,7 +223,7 @@ static _Atomic uint64_t cancelled_at_ns;
 static void *cancel_timed(void *argument) {
     struct bench *bench = argument;
     server_wait_stalled(bench->server);
-    cancelled_at_ns = now_ns();
+    cancelled_at_ns = ss_now_ns();
     ss_batch_cancel(bench->batch);
     return NULL;
 }
@@ -234,7 +234,7 @@ PIPELINE_TEST(test_cancel_from_another_thread, AS_BEFORE, AS_BEFORE) {
     bench_begin(bench);
     CHECK(pthread_create(&thread, NULL, cancel_timed, bench) == 0);
     CHECK_EQUAL(bench_fetch(bench), SS_CANCELLED);
-    uint64_t back_ns = now_ns();
+    uint64_t back_ns = ss_now_ns();
     pthread_join(thread, NULL);
     note_late("cancel", bench->fused, back_ns - cancelled_at_ns, &cancel_late_ns);
     enum ss_result result = bench->batch->pieces[BAD_CHUNK].result;

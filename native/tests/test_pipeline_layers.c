@@ -60,69 +60,76 @@ static void add_line(const char *type, uint64_t number) {
     add(line, (size_t)snprintf(line, sizeof line, "%s%llu\r\n", type, (unsigned long long)number));
 }
 
-/* Begins an answer; chunks whose bit is set are missing, or have the given length. */
-static void add_head(struct bench *bench, unsigned others, uint64_t other_bytes) {
+static const struct ss_piece *piece_at(const struct bench *bench, const struct ss_layers *asked, uint32_t layer,
+                                       uint32_t key) {
+    return &bench->batch->pieces[asked->pieces[layer * asked->keys + key]];
+}
+
+/* Begins an answer; keys whose bit is set are missing, or have the given length. */
+static void add_head(const struct bench *bench, const struct ss_layers *asked, unsigned others, uint64_t other_bytes) {
     answer.size = 0;
     add_line("*", 1 + LAYERS);
-    add_line("*", CHUNKS);
-    for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        int other = others >> chunk & 1;
+    add_line("*", asked->keys);
+    for (uint32_t key = 0; key < asked->keys; key++) {
+        int other = others >> key & 1;
         if (other && other_bytes == 0) {
             add("$-1\r\n", 5);
         } else {
-            add_line(":", other ? other_bytes : bench->fixture->chunks[chunk].body_length);
+            const struct ss_piece *chunk = &bench->fixture->chunks[piece_at(bench, asked, 0, key)->chunk];
+            add_line(":", other ? other_bytes : chunk->body_length);
         }
     }
 }
 
-/* Returns the address of a chunk's layer in its record. */
-static const uint8_t *stored(const struct bench *bench, const struct ss_piece *piece) {
-    return bench->fixture->records[piece->chunk] + piece->record_offset;
-}
-
-/* Adds a layer; chunks whose bit is set have the given number of bytes, which no piece expects. */
-static void add_layer(struct bench *bench, uint32_t layer, unsigned others, uint32_t other_bytes) {
+/* Adds a layer; keys whose bit is set have the given number of bytes, which no piece expects. */
+static void add_layer(const struct bench *bench, const struct ss_layers *asked, uint32_t layer, unsigned others,
+                      uint32_t other_bytes) {
     static const uint8_t nothing[100 << 10];
     uint32_t lengths[CHUNKS];
-    uint64_t size = sizeof lengths;
-    for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        const struct ss_piece *piece = &bench->batch->pieces[layer * CHUNKS + chunk];
-        lengths[chunk] = others >> chunk & 1 ? other_bytes : (uint32_t)piece->body_length;
-        size += lengths[chunk];
+    uint64_t size = asked->keys * sizeof lengths[0];
+    for (uint32_t key = 0; key < asked->keys; key++) {
+        lengths[key] = others >> key & 1 ? other_bytes : (uint32_t)piece_at(bench, asked, layer, key)->body_length;
+        size += lengths[key];
     }
     add_line("$", size);
-    for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        const uint8_t bytes[4] = {(uint8_t)lengths[chunk], (uint8_t)(lengths[chunk] >> 8),
-                                  (uint8_t)(lengths[chunk] >> 16), (uint8_t)(lengths[chunk] >> 24)};
+    for (uint32_t key = 0; key < asked->keys; key++) {
+        const uint8_t bytes[4] = {(uint8_t)lengths[key], (uint8_t)(lengths[key] >> 8), (uint8_t)(lengths[key] >> 16),
+                                  (uint8_t)(lengths[key] >> 24)};
         add(bytes, sizeof bytes);
     }
-    for (uint32_t chunk = 0; chunk < CHUNKS; chunk++) {
-        const struct ss_piece *piece = &bench->batch->pieces[layer * CHUNKS + chunk];
-        add(others >> chunk & 1 ? nothing : stored(bench, piece), lengths[chunk]);
+    for (uint32_t key = 0; key < asked->keys; key++) {
+        const struct ss_piece *piece = piece_at(bench, asked, layer, key);
+        const uint8_t *stored = bench->fixture->records[piece->chunk] + piece->record_offset;
+        add(others >> key & 1 ? nothing : stored, lengths[key]);
     }
     add("\r\n", 2);
 }
 
-static void answer_all(struct bench *bench) {
-    add_head(bench, 0, 0);
+static void answer_all(const struct bench *bench, const struct ss_layers *asked) {
+    add_head(bench, asked, 0, 0);
     for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        add_layer(bench, layer, 0, 0);
+        add_layer(bench, asked, layer, 0, 0);
     }
 }
 
 /* ---- Batches -------------------------------------------------------------------------------------------------- */
+
+static enum ss_result fetch_over(struct bench *bench, const int32_t *sockets, uint32_t count) {
+    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, sockets, count);
+    for (uint32_t i = 0; i < PIECES; i++) {
+        CHECK(bench->batch->pieces[i].result != SS_OK ||
+              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
+    }
+    return result;
+}
 
 /* Runs a batch, on a new connection where the last one is out of step. */
 static enum ss_result fetch(struct bench *bench) {
     if (out_of_sync) {
         bench_reconnect(bench);
     }
-    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, 1);
+    enum ss_result result = fetch_over(bench, bench->sockets, 1);
     out_of_sync = !bench->batch->sockets_in_sync;
-    for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(bench->batch->pieces[i].result != SS_OK ||
-              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
-    }
     return result;
 }
 
@@ -154,7 +161,7 @@ LAYERS_TEST(test_a_batch_comes_in_one_answer_however_it_is_cut) {
         batch_begin(bench);
         bench->batch->progress = &progress;
         bench->batch->layers_end = LAYERS;
-        answer_all(bench);
+        answer_all(bench, &layers);
         CHECK_EQUAL(fetch_answer(bench, steps[i], FAULT_NONE), SS_OK);
         check_ends_at(bench, CHUNKS, SS_OK);
         CHECK_EQUAL(progress, LAYERS);
@@ -184,9 +191,9 @@ LAYERS_TEST(test_a_chunk_that_is_gone_costs_nothing_before_it) {
         for (unsigned also = 0; also < 2; also++) {
             unsigned gone = 1U << first | (also ? 1U << (CHUNKS - 1) : 0);
             batch_begin(bench);
-            add_head(bench, gone, 0);
+            add_head(bench, &layers, gone, 0);
             for (uint32_t layer = 0; layer < LAYERS; layer++) {
-                add_layer(bench, layer, gone, 0);
+                add_layer(bench, &layers, layer, gone, 0);
             }
             CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_NONE), SS_NOT_FOUND);
             check_ends_at(bench, first, SS_NOT_FOUND);
@@ -201,9 +208,10 @@ LAYERS_TEST(test_a_record_that_was_replaced_is_not_taken) {
     for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
         for (int late = 0; late < 2; late++) {
             batch_begin(bench);
-            add_head(bench, late ? 0 : 1U << 2, (uint64_t)LAYERS * lengths[i]); /* the total says so, or does not */
+            add_head(bench, &layers, late ? 0 : 1U << 2,
+                     (uint64_t)LAYERS * lengths[i]); /* the total says so, or does not */
             for (uint32_t layer = 0; layer < LAYERS; layer++) {
-                add_layer(bench, layer, !late || layer == 3 ? 1U << 2 : 0, lengths[i]);
+                add_layer(bench, &layers, layer, !late || layer == 3 ? 1U << 2 : 0, lengths[i]);
             }
             CHECK_EQUAL(fetch_answer(bench, SIZE_MAX, FAULT_NONE), SS_NOT_FOUND);
             check_ends_at(bench, 2, SS_NOT_FOUND);
@@ -227,10 +235,10 @@ LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
     static const char *bad_layers[] = {"$3\r\n", "$100000000\r\n", "_\r\n", ":7\r\n", "*1\r\n"};
     for (size_t i = 0; i < sizeof bad_layers / sizeof bad_layers[0]; i++) {
         batch_begin(bench);
-        add_head(bench, 0, 0);
-        add_layer(bench, 0, 0, 0);
+        add_head(bench, &layers, 0, 0);
+        add_layer(bench, &layers, 0, 0, 0);
         size_t before = answer.size;
-        add_layer(bench, 1, 0, 0);
+        add_layer(bench, &layers, 1, 0, 0);
         uint8_t *line_end = memchr(answer.bytes + before, '\n', answer.size - before);
         size_t rest = answer.size - (size_t)(line_end + 1 - answer.bytes);
         uint8_t *copy = malloc(rest);
@@ -245,7 +253,7 @@ LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
     }
     for (int behind = 0; behind < 2; behind++) {
         batch_begin(bench);
-        answer_all(bench);
+        answer_all(bench, &layers);
         answer.size -= behind ? 0 : 2;
         add(behind ? "$1" : "xx", 2);
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_STALL);
@@ -256,8 +264,8 @@ LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
 
 LAYERS_TEST(test_an_error_in_place_of_a_layer_is_told) {
     batch_begin(bench);
-    add_head(bench, 0, 0);
-    add_layer(bench, 0, 0, 0);
+    add_head(bench, &layers, 0, 0);
+    add_layer(bench, &layers, 0, 0, 0);
     static const char error[] = "-ERR KV.LAYERS failed\r\n";
     for (uint32_t layer = 1; layer < LAYERS; layer++) {
         add(error, sizeof error - 1);
@@ -269,11 +277,10 @@ LAYERS_TEST(test_an_error_in_place_of_a_layer_is_told) {
 
 /* A byte is another, anywhere: of a piece it is found by its checksum, of anything else by its form. */
 LAYERS_TEST(test_damage_anywhere_is_never_delivered) {
-    uint64_t state = 77;
     for (int i = 0; i < (test_is_brief() ? 40 : 400); i++) {
         batch_begin(bench);
-        answer_all(bench);
-        answer.bytes[random_next(&state) % (i % 2 ? answer.size : 120)] ^= 1U << random_next(&state) % 8;
+        answer_all(bench, &layers);
+        answer.bytes[random_below(i % 2 ? answer.size : 120)] ^= 1U << random_below(8);
         enum ss_result result = fetch_answer(bench, SIZE_MAX, FAULT_DISCONNECT);
         CHECK(result != SS_BAD_ARGUMENT && result != SS_CANCELLED && result != SS_DEADLINE);
         out_of_sync = 1; /* the server has closed it */
@@ -282,7 +289,7 @@ LAYERS_TEST(test_damage_anywhere_is_never_delivered) {
 
 LAYERS_TEST(test_an_answer_that_is_cut_keeps_what_was_whole) {
     batch_begin(bench);
-    answer_all(bench);
+    answer_all(bench, &layers);
     size_t size = answer.size;
     for (size_t cut = 0; cut < size; cut += cut < 100 ? 9 : size / 11) {
         batch_begin(bench);
@@ -295,7 +302,7 @@ LAYERS_TEST(test_an_answer_that_is_cut_keeps_what_was_whole) {
 LAYERS_TEST(test_a_batch_that_ends_early_is_quiet_and_its_connection_gone) {
     for (int late = 0; late < 2; late++) {
         batch_begin(bench);
-        answer_all(bench);
+        answer_all(bench, &layers);
         answer.size = answer.size * 2 / 3;
         server_answer_layers(bench->server, answer.bytes, answer.size, SIZE_MAX, FAULT_STALL);
         pthread_t thread;
@@ -360,38 +367,13 @@ static void two_begin(struct bench *bench) {
 
 /* Makes a node answer its request, and then go on, close the connection, or stall; 'size': bytes of the answer. */
 static void two_answer(struct bench *bench, uint32_t node, size_t size, enum fault then) {
-    answer.size = 0;
-    add_line("*", 1 + LAYERS);
-    add_line("*", both[node].keys);
-    for (uint32_t chunk = node; chunk < CHUNKS; chunk += 2) {
-        add_line(":", bench->fixture->chunks[chunk].body_length);
-    }
-    for (uint32_t layer = 0; layer < LAYERS; layer++) {
-        uint32_t lengths[CHUNKS];
-        uint64_t sum = 0;
-        for (uint32_t key = 0; key < both[node].keys; key++) {
-            lengths[key] = (uint32_t)bench->batch->pieces[both[node].pieces[layer * both[node].keys + key]].body_length;
-            sum += lengths[key] + sizeof lengths[key];
-        }
-        add_line("$", sum);
-        add(lengths, both[node].keys * sizeof lengths[0]);
-        for (uint32_t key = 0; key < both[node].keys; key++) {
-            const struct ss_piece *piece = &bench->batch->pieces[both[node].pieces[layer * both[node].keys + key]];
-            add(stored(bench, piece), lengths[key]);
-        }
-        add("\r\n", 2);
-    }
+    answer_all(bench, &both[node]);
     server_answer_layers(bench->servers[node], answer.bytes, size < answer.size ? size : answer.size, 1000, then);
 }
 
 static enum ss_result two_fetch(struct bench *bench) {
     const int32_t sockets[] = {bench->sockets[0], bench->sockets[SOCKETS]};
-    enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, sockets, 2);
-    for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK(bench->batch->pieces[i].result != SS_OK ||
-              fixture_piece_matches(bench->fixture, bench->batch, &bench->batch->pieces[i]));
-    }
-    return result;
+    return fetch_over(bench, sockets, 2);
 }
 
 PIPELINE_TEST(test_two_nodes_answer_side_by_side, (shape->chunks = CHUNKS, shape->slices = LAYERS * LAYER_SLICES),

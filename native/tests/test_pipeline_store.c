@@ -13,20 +13,17 @@ static const uint8_t head[HEAD_BYTES] = "the record header, any bytes";
 /* A batch for ss_pipeline_encode(), without the fields that encoding fills in. */
 static struct ss_batch *encode_batch_make(const struct fixture *fixture) {
     struct ss_batch *batch = fixture_round(fixture);
-    uint64_t offset = 0;
     memcpy(batch->groups->memory, fixture->source, fixture->size);
+    batch_make_room(batch);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
-        struct ss_piece *chunk = &batch->pieces[i];
-        chunk->decompression_offset = offset;
-        chunk->body_length = 0;
-        for (uint32_t j = 0; j < chunk->slice_count; j++) {
-            struct ss_slice *slice = &batch->slices[chunk->slice_first + j];
-            offset += slice->scales_length + ss_compress_bound(chunk->codec, slice->decoded_length);
-            slice->offset = 0;
-            slice->encoded_length = 0;
-            slice->checksum = 0;
-            slice->decoded_crc32 = 0;
-        }
+        batch->pieces[i].body_length = 0;
+    }
+    for (uint32_t i = 0; i < batch->slice_count; i++) {
+        struct ss_slice *slice = &batch->slices[i];
+        slice->offset = 0;
+        slice->encoded_length = 0;
+        slice->checksum = 0;
+        slice->decoded_crc32 = 0;
     }
     return batch;
 }
@@ -45,15 +42,15 @@ static struct ss_batch *fetch_batch_make(const struct fixture *fixture, const st
     return batch;
 }
 
-/* Starts a bench with room to store, and its batch for ss_pipeline_encode(). */
-static void store_start(struct bench *bench, const struct shape *shape, uint32_t store_threads) {
-    *bench = (struct bench){.fused = 1, .shape = *shape};
-    bench_prepare(bench);
-    bench->options.store_threads = store_threads;
-    bench->options.decompression_bytes += 1 << 20;
-    bench_start(bench);
-    bench->batch = encode_batch_make(bench->fixture);
-}
+/* STORE_TEST() is PIPELINE_TEST() with room to store; bench->batch is then for ss_pipeline_encode(). */
+#define STORE_TEST(name, shape_changes, threads)                                                                       \
+    static void name##_encoding(struct bench *bench);                                                                  \
+    PIPELINE_TEST(name, shape_changes,                                                                                 \
+                  (options->decompression_bytes += 1 << 20, options->store_threads = (threads))) {                     \
+        bench->batch = encode_batch_make(bench->fixture);                                                              \
+        name##_encoding(bench);                                                                                        \
+    }                                                                                                                  \
+    static void name##_encoding(struct bench *bench)
 
 static enum ss_result put(struct bench *bench, const struct ss_piece *chunk, int32_t socket, uint64_t deadline_ns,
                           char *error, size_t error_size) {
@@ -74,34 +71,25 @@ static void check_encoded(const struct fixture *fixture, const struct ss_batch *
     }
 }
 
-static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, enum ss_dtype dtype,
-                            uint32_t scale_vectors, uint32_t store_threads) {
-    struct shape shape = default_shape();
-    struct bench bench;
-    shape.scale_vectors = scale_vectors;
-    shape.codec = codec;
-    shape.quantizer = quantizer;
-    shape.dtype = dtype;
-    store_start(&bench, &shape, store_threads);
-    const struct fixture *fixture = bench.fixture;
-    const struct ss_batch *encoded = bench.batch;
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
+static struct shape trip; /* of test_round_trip() */
+
+STORE_TEST(test_round_trip, *shape = trip, trip.dtype == SS_DTYPE_FLOAT32 ? 1 : 2) {
+    const struct fixture *fixture = bench->fixture;
+    const struct ss_batch *encoded = bench->batch;
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, bench->batch), SS_OK);
     check_encoded(fixture, encoded);
     char error[64];
     for (uint32_t i = 0; i < encoded->piece_count; i++) {
         /* what bench_start() served is gone */
-        server_keep(bench.server, encoded->pieces[i].key, encoded->pieces[i].key_length, "", 1);
-        CHECK_EQUAL(put(&bench, &encoded->pieces[i], bench.sockets[0], after_patience(), error, sizeof error), SS_OK);
+        server_keep(bench->server, encoded->pieces[i].key, encoded->pieces[i].key_length, "", 1);
+        CHECK_EQUAL(put(bench, &encoded->pieces[i], bench->sockets[0], after_patience(), error, sizeof error), SS_OK);
         CHECK_EQUAL(error[0], '\0');
     }
     struct ss_batch *fetched = fetch_batch_make(fixture, encoded);
-    CHECK_EQUAL(pipeline_fetch(bench.pipeline, fetched, bench.sockets, 1), SS_OK);
+    CHECK_EQUAL(pipeline_fetch(bench->pipeline, fetched, bench->sockets, 1), SS_OK);
     CHECK(memcmp(fetched->groups->memory, fixture->expected, fixture->size) == 0);
-    if (quantizer != SS_QUANTIZER_BINNED) {
-        CHECK(memcmp(fetched->groups->memory, fixture->source, fixture->size) == 0);
-    }
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
-    ss_pipeline_statistics(bench.pipeline, statistics);
+    ss_pipeline_statistics(bench->pipeline, statistics);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].items, encoded->slice_count);
     CHECK_EQUAL(statistics[SS_STAGE_QUANTIZE].input_bytes, fixture->size);
     CHECK_EQUAL(statistics[SS_STAGE_COMPRESS].items, encoded->slice_count);
@@ -109,25 +97,33 @@ static void test_round_trip(enum ss_codec codec, enum ss_quantizer quantizer, en
     CHECK_EQUAL(statistics[SS_STAGE_PUT].input_bytes, fixture->stored_bytes + sizeof head * encoded->piece_count);
     CHECK(statistics[SS_STAGE_PUT].output_bytes > statistics[SS_STAGE_PUT].input_bytes);
     batch_free(fetched);
-    bench_stop(&bench);
 }
 
 static void test_round_trips(void) {
+    static const struct {
+        enum ss_quantizer quantizer;
+        enum ss_dtype dtype;
+        uint32_t scale_vectors;
+    } layouts[] = {{SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 1},   {SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 1},
+                   {SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 1},    {SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 3},
+                   {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 8}, {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1}};
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_ZSTD; codec++) {
-        if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_LOSSLESS, SS_DTYPE_FLOAT32, 1, 2);
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_LOSSLESS, SS_DTYPE_BFLOAT16, 1, 1);
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 1, 2);
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 3, 2);
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 8, 2);
-            test_round_trip((enum ss_codec)codec, SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1, 2);
+        for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
+            if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
+                trip = default_shape();
+                trip.codec = (enum ss_codec)codec;
+                trip.quantizer = layouts[i].quantizer;
+                trip.dtype = layouts[i].dtype;
+                trip.scale_vectors = layouts[i].scale_vectors;
+                test_round_trip(1);
+            }
         }
     }
 }
 
 /* ---- Puts that fail ------------------------------------------------------------------------------------------ */
 
-static void test_put_failures(void) {
+STORE_TEST(test_put_failures, AS_BEFORE, 1) {
     static const struct {
         enum fault fault;
         enum ss_result result;
@@ -141,101 +137,83 @@ static void test_put_failures(void) {
         {FAULT_DISCONNECT, SS_DISCONNECTED, ""},
         {FAULT_STALL, SS_DEADLINE, ""},
     };
-    const struct shape shape = default_shape();
-    struct bench bench;
-    store_start(&bench, &shape, 1);
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
-    const struct ss_piece *chunk = &bench.batch->pieces[1];
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, bench->batch), SS_OK);
+    const struct ss_piece *chunk = &bench->batch->pieces[1];
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
         char error[16] = "not overwritten";
-        server_fault(bench.server, chunk->key, chunk->key_length, cases[i].fault);
+        server_fault(bench->server, chunk->key, chunk->key_length, cases[i].fault);
         uint64_t deadline = cases[i].fault == FAULT_STALL ? after_ms(100) : after_patience();
-        CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], deadline, error, sizeof error), cases[i].result);
+        CHECK_EQUAL(put(bench, chunk, bench->sockets[0], deadline, error, sizeof error), cases[i].result);
         CHECK(strcmp(error, cases[i].error) == 0);
-        bench_reconnect(&bench);
+        bench_reconnect(bench);
     }
     struct ss_piece wrong = *chunk;
     wrong.body_length = UINT64_MAX;
-    CHECK_EQUAL(put(&bench, &wrong, bench.sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(bench, &wrong, bench->sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
     wrong = *chunk;
     wrong.key_length = 97;
-    CHECK_EQUAL(put(&bench, &wrong, bench.sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(put(&bench, chunk, -1, after_patience(), NULL, 0), SS_BAD_ARGUMENT);
-    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], now_ns() - 1, NULL, 0), SS_DEADLINE);
-    bench_stop(&bench);
+    CHECK_EQUAL(put(bench, &wrong, bench->sockets[0], after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(bench, chunk, -1, after_patience(), NULL, 0), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(put(bench, chunk, bench->sockets[0], ss_now_ns() - 1, NULL, 0), SS_DEADLINE);
 }
 
 /* A server that answers an error before it has read the value, and reads no more: the error is what counts. */
-static void test_refused_before_the_value_was_read(void) {
-    struct shape shape = default_shape();
-    struct bench bench;
-    shape.codec = SS_CODEC_NONE;
-    shape.quantizer = SS_QUANTIZER_PASSTHROUGH;
-    shape.vectors = 2048;
-    shape.chunks = 1;
-    shape.slices = 24; /* 24 MiB: more than the sockets' buffers take */
-    store_start(&bench, &shape, 2);
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, bench.batch), SS_OK);
-    struct ss_piece *chunk = &bench.batch->pieces[0];
+STORE_TEST(test_refused_before_the_value_was_read,
+           (shape->codec = SS_CODEC_NONE, shape->quantizer = SS_QUANTIZER_PASSTHROUGH, shape->vectors = 2048,
+            shape->chunks = 1, shape->slices = 24 /* 24 MiB: more than the sockets' buffers take */),
+           2) {
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, bench->batch), SS_OK);
+    struct ss_piece *chunk = &bench->batch->pieces[0];
     memcpy(chunk->key, "early", 5);
     chunk->key_length = 5;
     char error[64];
-    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], after_patience(), error, sizeof error), SS_REFUSED);
+    CHECK_EQUAL(put(bench, chunk, bench->sockets[0], after_patience(), error, sizeof error), SS_REFUSED);
     CHECK(strcmp(error, "ERR Protocol error: invalid bulk length") == 0);
     /* Half a request was sent, so the connection must not be usable for another. */
-    CHECK_EQUAL(put(&bench, chunk, bench.sockets[0], after_patience(), error, sizeof error), SS_DISCONNECTED);
-    bench_stop(&bench);
+    CHECK_EQUAL(put(bench, chunk, bench->sockets[0], after_patience(), error, sizeof error), SS_DISCONNECTED);
 }
 
 /* ---- Encodes that fail --------------------------------------------------------------------------------------- */
 
-static void test_a_value_that_is_not_finite(void) {
-    const struct shape shape = default_shape();
-    struct bench bench;
-    store_start(&bench, &shape, 2);
-    struct ss_batch *batch = bench.batch;
-    uint64_t chunk_bytes = bench.fixture->size / shape.chunks;
+STORE_TEST(test_a_value_that_is_not_finite, AS_BEFORE, 2) {
+    struct ss_batch *batch = bench->batch;
+    uint64_t chunk_bytes = bench->fixture->size / bench->shape.chunks;
     uint16_t infinity = 0x7f80;
     memcpy(batch->groups->memory + 3 * chunk_bytes + 2 * 77, &infinity, sizeof infinity);
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_NOT_FINITE);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_NOT_FINITE);
     for (uint32_t i = 0; i < 3; i++) {
         CHECK_EQUAL(batch->pieces[i].result, SS_OK);
-        CHECK_EQUAL(batch->pieces[i].body_length, bench.fixture->chunks[i].body_length);
+        CHECK_EQUAL(batch->pieces[i].body_length, bench->fixture->chunks[i].body_length);
     }
     CHECK_EQUAL(batch->pieces[3].result, SS_NOT_FINITE);
     CHECK(batch->pieces[4].result == SS_OK || batch->pieces[4].result == SS_SKIPPED);
-    bench_stop(&bench);
 }
 
-static void test_encode_honours_deadline_and_cancel_and_arguments(void) {
+STORE_TEST(test_encode_honours_deadline_and_cancel_and_arguments, AS_BEFORE, 2) {
     static const uint32_t bad_bins[] = {0, 2, 31, 258};
-    const struct shape shape = default_shape();
-    struct bench bench;
-    store_start(&bench, &shape, 2);
-    struct ss_batch *batch = bench.batch;
+    struct ss_batch *batch = bench->batch;
     for (size_t i = 0; i < sizeof bad_bins / sizeof bad_bins[0]; i++) {
         uint32_t bins = batch->slices[7].bins;
         batch->slices[7].bins = bad_bins[i];
-        CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT);
+        CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_BAD_ARGUMENT);
         batch->slices[7].bins = bins;
     }
-    batch->deadline_ns = now_ns() - 1;
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_DEADLINE);
+    batch->deadline_ns = ss_now_ns() - 1;
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_DEADLINE);
     CHECK_EQUAL(batch->pieces[0].result, SS_DEADLINE);
     batch->deadline_ns = after_patience();
     ss_batch_cancel(batch);
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_CANCELLED);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_CANCELLED);
     batch->cancelled = 0;
     batch->pieces[1].decompression_offset -= 1; /* overlaps what chunk 0 might need */
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_BAD_ARGUMENT);
     batch->pieces[1].decompression_offset += 1;
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
-    check_encoded(bench.fixture, batch);
-    bench_close(&bench);
-    bench.options.store_threads = 0;
-    bench_open(&bench);
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_BAD_ARGUMENT); /* no thread to do it */
-    bench_stop(&bench);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_OK);
+    check_encoded(bench->fixture, batch);
+    bench_close(bench);
+    bench->options.store_threads = 0;
+    bench_open(bench);
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_BAD_ARGUMENT); /* no thread to do it */
 }
 
 /* ---- Both ways at once --------------------------------------------------------------------------------------- */
@@ -258,22 +236,18 @@ static void *store_all_the_time(void *argument) {
     return NULL;
 }
 
-static void test_fetches_and_stores_side_by_side(void) {
-    const struct shape shape = default_shape();
-    struct bench bench;
-    store_start(&bench, &shape, 2);
-    struct storing storing = {.bench = &bench};
+STORE_TEST(test_fetches_and_stores_side_by_side, AS_BEFORE, 2) {
+    struct storing storing = {.bench = bench};
     pthread_t thread;
     CHECK(pthread_create(&thread, NULL, store_all_the_time, &storing) == 0);
     for (int i = 0; i < 50; i++) {
-        bench_begin(&bench);
-        CHECK_EQUAL(bench_fetch(&bench), SS_OK);
-        check_delivered(&bench);
+        bench_begin(bench);
+        CHECK_EQUAL(bench_fetch(bench), SS_OK);
+        check_delivered(bench);
     }
     atomic_store(&storing.stop, 1);
     pthread_join(thread, NULL);
     CHECK(storing.batches > 0);
-    bench_stop(&bench);
 }
 
 static void *hang(void *argument) {
@@ -282,37 +256,31 @@ static void *hang(void *argument) {
 }
 
 /* Stores starve no longer than their bound while a fetch batch hangs on a stalled server. */
-static void test_a_store_goes_on_while_a_fetch_hangs(void) {
-    struct shape shape = default_shape();
-    struct bench bench;
-    shape.chunks = 1;
-    shape.slices = 3;
-    store_start(&bench, &shape, 1);
-    bench_fault(&bench, 0, FAULT_STALL);
-    bench_begin(&bench);
+STORE_TEST(test_a_store_goes_on_while_a_fetch_hangs, (shape->chunks = 1, shape->slices = 3), 1) {
+    bench_fault(bench, 0, FAULT_STALL);
+    bench_begin(bench);
     pthread_t thread;
-    CHECK(pthread_create(&thread, NULL, hang, &bench) == 0);
-    server_wait_stalled(bench.server);
-    struct ss_batch *batch = encode_batch_make(bench.fixture);
-    uint64_t begin = now_ns();
-    CHECK_EQUAL(ss_pipeline_encode(bench.pipeline, batch), SS_OK);
-    uint64_t elapsed = now_ns() - begin;
+    CHECK(pthread_create(&thread, NULL, hang, bench) == 0);
+    server_wait_stalled(bench->server);
+    struct ss_batch *batch = encode_batch_make(bench->fixture);
+    uint64_t begin = ss_now_ns();
+    CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_OK);
+    uint64_t elapsed = ss_now_ns() - begin;
     printf("three slices stored beside a hanging fetch: %.1f ms\n", (double)elapsed / 1e6);
     CHECK(elapsed >= 3 * 45000000ULL); /* they let it go first, about 50 ms each */
-    check_encoded(bench.fixture, batch);
-    ss_batch_cancel(bench.batch);
+    check_encoded(bench->fixture, batch);
+    ss_batch_cancel(bench->batch);
     pthread_join(thread, NULL);
     batch_free(batch);
-    bench_stop(&bench);
 }
 
 int main(void) {
     test_round_trips();
-    test_put_failures();
-    test_refused_before_the_value_was_read();
-    test_a_value_that_is_not_finite();
-    test_encode_honours_deadline_and_cancel_and_arguments();
-    test_fetches_and_stores_side_by_side();
-    test_a_store_goes_on_while_a_fetch_hangs();
+    test_put_failures(1);
+    test_refused_before_the_value_was_read(1);
+    test_a_value_that_is_not_finite(1);
+    test_encode_honours_deadline_and_cancel_and_arguments(1);
+    test_fetches_and_stores_side_by_side(1);
+    test_a_store_goes_on_while_a_fetch_hangs(1);
     return 0;
 }

@@ -72,7 +72,7 @@ static void check_spans(uint64_t begin_ns, uint64_t end_ns) {
 }
 
 PIPELINE_TEST(test_every_slice_is_in_every_stage_once, AS_BEFORE, options->trace_events = EVENTS) {
-    uint64_t begin_ns = now_ns();
+    uint64_t begin_ns = ss_now_ns();
     received_bytes = 0;
     CHECK_EQUAL(ss_pipeline_trace_start(bench->pipeline), SS_OK);
     fetch(bench);
@@ -81,7 +81,7 @@ PIPELINE_TEST(test_every_slice_is_in_every_stage_once, AS_BEFORE, options->trace
     trace_read(bench);
     CHECK_EQUAL(dropped, 0);
     check_slices(bench, 2);
-    check_spans(begin_ns, now_ns());
+    check_spans(begin_ns, ss_now_ns());
 }
 
 /* Where decompression dequantizes as well, slices are still in both stages, and all of the time is in the first. */

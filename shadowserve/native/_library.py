@@ -24,7 +24,7 @@ except ImportError as error:
 if TYPE_CHECKING:
     from shadowserve._cffi import _Lib
 
-ABI_VERSION: Final = 17
+ABI_VERSION: Final = 18
 
 
 class Closing(abc.ABC):

@@ -86,7 +86,7 @@ class NativeBuild:
         self.environment = dict(os.environ)
         # The tests of a sanitizer build are separate programs: preloaded libraries of this process are not for them.
         self.environment.pop("LD_PRELOAD", None)
-        self.environment["SHADOWSERVE_TEST_BRIEF"] = "1"  # native/tests/brief.h
+        self.environment["SHADOWSERVE_TEST_BRIEF"] = "1"  # native/tests/check.h
         # CMake and Ninja belong to this interpreter's environment, which need not be the active one.
         self.environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         if options.compiler is not None:

@@ -21,9 +21,9 @@
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include "backends/cuda.h"
+#include "cpu/clock.h"
 
 typedef int cuda_result;
 typedef int cuda_device;
@@ -259,17 +259,11 @@ static enum ss_result channel_enter(struct ss_cuda_channel *channel, const struc
     return SS_OK;
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
-}
-
 /* Waits for earlier copies, before another one; SS_DEVICE if they do not end. */
 static enum ss_result channel_make_room(struct ss_cuda_channel *channel, const struct ss_cuda_memory *memory) {
-    uint64_t end = now_ns() + COPY_TIME_NS;
+    uint64_t end = ss_now_ns() + COPY_TIME_NS;
     while (channel->count > 0 && (channel->count == COPIES_MAX || channel->context != memory->context)) {
-        uint64_t looked = now_ns();
+        uint64_t looked = ss_now_ns();
         if (ss_cuda_progress(channel) == 0 && looked > end) {
             return SS_DEVICE;
         }

@@ -8,7 +8,8 @@
 
 #include <doca_compress.h>
 #include <doca_dma.h>
-#include <time.h>
+
+#include "cpu/clock.h"
 
 /* Longest time that an idle context may take to stop. It takes microseconds; more than seconds is a defect. */
 #define STOP_TIME_NS 10000000000ULL
@@ -149,12 +150,6 @@ enum ss_result ss_doca_context_open(struct ss_doca_context *context) {
     return result;
 }
 
-static uint64_t now_ns(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000ULL + (uint64_t)now.tv_nsec;
-}
-
 static int context_is_idle(const struct ss_doca_context *context) {
     enum doca_ctx_states state;
     return doca_ctx_get_state(context->ctx, &state) == DOCA_SUCCESS && state == DOCA_CTX_STATE_IDLE;
@@ -167,12 +162,12 @@ static enum ss_result context_stop(struct ss_doca_context *context) {
             return ss_doca_result(error, "doca_ctx_stop");
         }
     }
-    uint64_t end = now_ns() + STOP_TIME_NS;
+    uint64_t end = ss_now_ns() + STOP_TIME_NS;
     while (!context_is_idle(context)) {
         if (doca_pe_progress(context->pe)) {
             continue;
         }
-        if (now_ns() > end && !context_is_idle(context)) {
+        if (ss_now_ns() > end && !context_is_idle(context)) {
             return ss_doca_result(DOCA_ERROR_TIME_OUT, "waiting for a context to stop");
         }
         const struct timespec interval = {.tv_sec = 0, .tv_nsec = 10000};

@@ -11,25 +11,19 @@
  */
 #include "block/block.h"
 
+#include "cpu/clock.h"
+#include "cpu/thread.h"
+
 #include <errno.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
-#include <time.h>
 #include <unistd.h>
 
 #define CLOSE_MS 10000u
 #define TRIES_MAX 32u
-#define NS_PER_S 1000000000u
-
-uint64_t ss_block_now(void) {
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * NS_PER_S + (uint64_t)now.tv_nsec;
-}
 
 /* ---- Options --------------------------------------------------------------------------------------------------- */
 
@@ -43,13 +37,7 @@ static enum ss_result options_complete(struct ss_block_options *options) {
     }
     options->queue_depth = or_default(options->queue_depth, 32);
     options->operations_max = or_default(options->operations_max, 1024);
-    options->request_bytes_max = or_default(options->request_bytes_max, 1 << 20);
-    options->write_bytes_in_flight = or_default(options->write_bytes_in_flight, 4 << 20);
-    options->write_wait_ms = or_default(options->write_wait_ms, options->strict ? 1000 : 20);
-    options->background_bytes_in_flight = or_default(options->background_bytes_in_flight, 1 << 20);
-    options->background_wait_ms = or_default(options->background_wait_ms, 500);
     int is_valid = options->queue_depth <= 1024 && options->operations_max <= 1 << 20 &&
-                   options->request_bytes_max % SS_BLOCK_ALIGNMENT == 0 && options->request_bytes_max <= 1 << 30 &&
                    options->size % SS_BLOCK_ALIGNMENT == 0 && (unsigned)options->access <= SS_BLOCK_NVME &&
                    options->strict <= 1 && options->core >= -1 && options->core < CPU_SETSIZE;
     return is_valid ? SS_OK : SS_BAD_ARGUMENT;
@@ -69,39 +57,16 @@ static void *thread_main(void *context) {
 }
 
 enum ss_result ss_block_start_thread(struct ss_block *block, uint32_t number) {
-    pthread_attr_t attributes;
-    pthread_t thread;
-    sigset_t all, before;
     char name[16];
-    cpu_set_t cores;
 
-    if (pthread_attr_init(&attributes) != 0) {
-        return SS_NO_MEMORY;
-    }
+    snprintf(name, sizeof name, "ss-block-%u", number % 1000);
     /* Detached, since a thread that is stuck in the kernel never ends and cannot be joined; a counter replaces joins.
      */
-    int error = pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    if (error == 0 && block->options.core >= 0) {
-        CPU_ZERO(&cores);
-        CPU_SET((size_t)block->options.core, &cores);
-        error = pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
-    }
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    if (error == 0) {
-        pthread_mutex_lock(&block->lock);
-        error = pthread_create(&thread, &attributes, thread_main, block);
-        if (error == 0) {
-            block->threads_running++;
-            snprintf(name, sizeof name, "ss-block-%u", number % 1000);
-            (void)pthread_setname_np(thread, name);
-        }
-        pthread_mutex_unlock(&block->lock);
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    (void)pthread_attr_destroy(&attributes);
-    errno = error;
-    return error == 0 ? SS_OK : SS_OS_ERROR;
+    pthread_mutex_lock(&block->lock);
+    enum ss_result result = ss_thread_start(NULL, block->options.core, name, thread_main, block);
+    block->threads_running += result == SS_OK;
+    pthread_mutex_unlock(&block->lock);
+    return result;
 }
 
 /* ---- Opening --------------------------------------------------------------------------------------------------- */
@@ -120,12 +85,8 @@ static const struct ss_block_driver *driver_of(enum ss_block_access access) {
 
 /* Ends the threads, and returns whether they ended in time. With the lock held, which it releases while it waits. */
 static int threads_end(struct ss_block *block, uint32_t timeout_ms) {
-    struct timespec until;
+    const struct timespec until = ss_timespec(ss_now_ns() + timeout_ms * 1000000ULL);
 
-    clock_gettime(CLOCK_MONOTONIC, &until);
-    uint64_t ends_ns = (uint64_t)until.tv_nsec + (uint64_t)timeout_ms * 1000000u;
-    until.tv_sec += (time_t)(ends_ns / NS_PER_S);
-    until.tv_nsec = (long)(ends_ns % NS_PER_S);
     block->stopping = 1;
     block->driver->wake(block);
     pthread_cond_broadcast(&block->changed);
@@ -161,7 +122,7 @@ static enum ss_result try_access(struct ss_block *block, enum ss_block_access ac
         pthread_mutex_unlock(&block->lock);
         block->driver->finish(block);
         ss_block_device_close(&block->device);
-        block->schedule.request_bytes_max = block->options.request_bytes_max;
+        block->schedule.request_bytes_max = SS_REQUEST_BYTES_MAX;
         errno = error;
         return result;
     }
@@ -354,7 +315,7 @@ enum ss_result ss_block_submit(struct ss_block *block, const struct ss_block_ope
         }
     }
     pthread_mutex_lock(&block->lock);
-    enum ss_result result = ss_schedule_submit(&block->schedule, operations, count, ss_block_now());
+    enum ss_result result = ss_schedule_submit(&block->schedule, operations, count, ss_now_ns());
     if (result == SS_OK && count > 0) {
         block->driver->wake(block);
     }
@@ -371,7 +332,7 @@ static void publish(struct ss_block *block, uint32_t completed_before) {
 
 struct ss_request *ss_block_next_request(struct ss_block *block) {
     uint32_t completed = block->schedule.completed.count;
-    struct ss_request *request = ss_schedule_next(&block->schedule, ss_block_now());
+    struct ss_request *request = ss_schedule_next(&block->schedule, ss_now_ns());
 
     publish(block, completed);
     return request;
@@ -402,7 +363,7 @@ int ss_block_finish_request(struct ss_block *block, struct ss_request *request, 
     if ((error == EIO || error == ENOSPC) && ss_block_device_is_gone(&block->device)) {
         error = ENODEV;
     }
-    ss_schedule_done(&block->schedule, request, error, ss_block_now());
+    ss_schedule_done(&block->schedule, request, error, ss_now_ns());
     publish(block, completed);
     return 0;
 }
@@ -457,7 +418,7 @@ int ss_block_check_next(struct ss_block *block) {
     pthread_mutex_lock(&block->lock);
     uint32_t completed = block->schedule.completed.count;
     if (request != NULL) {
-        ss_schedule_part_checked(&block->schedule, request, verdict, ss_block_now());
+        ss_schedule_part_checked(&block->schedule, request, verdict, ss_now_ns());
     } else {
         ss_schedule_checked(&block->schedule, entry, verdict);
     }
@@ -509,14 +470,14 @@ int ss_block_descriptor(const struct ss_block *block) {
 
 void ss_block_statistics(struct ss_block *block, struct ss_block_statistics *statistics) {
     pthread_mutex_lock(&block->lock);
-    ss_schedule_statistics(&block->schedule, statistics, ss_block_now());
+    ss_schedule_statistics(&block->schedule, statistics, ss_now_ns());
     pthread_mutex_unlock(&block->lock);
 }
 
 enum ss_result ss_block_stop(struct ss_block *block, uint32_t timeout_ms) {
     pthread_mutex_lock(&block->lock);
     uint32_t completed = block->schedule.completed.count;
-    ss_schedule_stop(&block->schedule, ss_block_now());
+    ss_schedule_stop(&block->schedule, ss_now_ns());
     publish(block, completed);
     block->is_stopped = 1;
     block->is_stuck = !threads_end(block, timeout_ms);

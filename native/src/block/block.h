@@ -88,8 +88,6 @@ int ss_block_check_next(struct ss_block *block);
 /* ss_block_start_thread() runs driver->run() in a new thread. */
 enum ss_result ss_block_start_thread(struct ss_block *block, uint32_t number);
 
-uint64_t ss_block_now(void);
-
 /* ---- device.c ---- */
 
 /* Opens a file or a block device, or for SS_BLOCK_NVME the namespace's character device. Results as ss_block_open(). */

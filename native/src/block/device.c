@@ -91,10 +91,9 @@ static enum ss_result lock(int fd) {
 }
 
 /* Opens with O_DIRECT if the file system supports it. */
-static enum ss_result open_direct(struct ss_block_device *device, const char *path, int flags, uint32_t buffered) {
-    device->is_buffered = buffered != 0;
-    device->fd = open(path, flags | (buffered ? 0 : O_DIRECT), 0600);
-    if (device->fd < 0 && errno == EINVAL && !buffered) {
+static enum ss_result open_direct(struct ss_block_device *device, const char *path, int flags) {
+    device->fd = open(path, flags | O_DIRECT, 0600);
+    if (device->fd < 0 && errno == EINVAL) {
         device->is_buffered = 1; /* the file system does not support O_DIRECT, but may have created the file */
         device->fd = open(path, flags & O_CREAT ? flags & ~O_EXCL : flags, 0600);
     }
@@ -143,7 +142,7 @@ static enum ss_result file_size(struct ss_block_device *device, uint64_t size) {
 
 static enum ss_result file_open(struct ss_block_device *device, const struct ss_block_options *options, int exists) {
     int flags = O_RDWR | O_CLOEXEC | (exists ? 0 : O_CREAT | O_EXCL);
-    enum ss_result result = open_direct(device, options->path, flags, options->buffered);
+    enum ss_result result = open_direct(device, options->path, flags);
 
     device->is_file = 1;
     if (result == SS_OK) {
@@ -173,7 +172,7 @@ static enum ss_result device_size(struct ss_block_device *device, int fd, uint64
 }
 
 static enum ss_result device_open(struct ss_block_device *device, const struct ss_block_options *options) {
-    enum ss_result result = open_direct(device, options->path, O_RDWR | O_CLOEXEC | O_EXCL, options->buffered);
+    enum ss_result result = open_direct(device, options->path, O_RDWR | O_CLOEXEC | O_EXCL);
     int sector;
 
     if (result != SS_OK) {
@@ -193,7 +192,7 @@ static enum ss_result nvme_open(struct ss_block_device *device, const struct ss_
 #ifdef SS_HAVE_URING
     char block_path[PATH_SIZE], character_path[PATH_SIZE];
 
-    if (options->buffered || !ss_block_nvme_paths(options->path, block_path, character_path, PATH_SIZE)) {
+    if (!ss_block_nvme_paths(options->path, block_path, character_path, PATH_SIZE)) {
         return SS_NOT_SUPPORTED;
     }
     device->guard = open(block_path, O_RDWR | O_CLOEXEC | O_EXCL);

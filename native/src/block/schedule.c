@@ -22,6 +22,13 @@
 #include <stdlib.h>
 
 #define NS_PER_MS 1000000u
+/* Of lower priorities: bytes in flight, which are also the length of a turn, and the longest wait for a turn. */
+#define WRITE_BYTES_MAX (4u << 20)
+#define WRITE_WAIT_MS 20u
+#define WRITE_WAIT_STRICT_MS 1000u /* the device must change between priorities */
+#define BACKGROUND_BYTES_MAX (1u << 20)
+#define BACKGROUND_WAIT_MS 500u
+
 #define DISCARD_BYTES_MAX (1u << 30)
 #define REQUEST_COST_MIN 4096u /* bytes that a flush counts for */
 
@@ -53,8 +60,7 @@ static struct ss_entry *queue_pop(struct ss_entry_queue *queue) {
 /* ---- Life ------------------------------------------------------------------------------------------------------ */
 
 enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options) {
-    *schedule =
-        (struct ss_schedule){.requests_max = options->queue_depth, .request_bytes_max = options->request_bytes_max};
+    *schedule = (struct ss_schedule){.requests_max = options->queue_depth, .request_bytes_max = SS_REQUEST_BYTES_MAX};
     schedule->entries = calloc(options->operations_max, sizeof *schedule->entries);
     schedule->requests = calloc(options->queue_depth, sizeof *schedule->requests);
     schedule->vectors = calloc((size_t)options->queue_depth * SS_VECTORS_MAX, sizeof *schedule->vectors);
@@ -73,10 +79,11 @@ enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_bl
     schedule->free_count = options->operations_max;
     schedule->yielding_max = (options->queue_depth + 1) / 2;
     schedule->is_strict = options->strict != 0;
-    schedule->wait_ns[SS_BLOCK_PRIORITY_WRITE] = (uint64_t)options->write_wait_ms * NS_PER_MS;
-    schedule->wait_ns[SS_BLOCK_PRIORITY_BACKGROUND] = (uint64_t)options->background_wait_ms * NS_PER_MS;
-    schedule->bytes_max[SS_BLOCK_PRIORITY_WRITE] = options->write_bytes_in_flight;
-    schedule->bytes_max[SS_BLOCK_PRIORITY_BACKGROUND] = options->background_bytes_in_flight;
+    schedule->wait_ns[SS_BLOCK_PRIORITY_WRITE] =
+        (uint64_t)(schedule->is_strict ? WRITE_WAIT_STRICT_MS : WRITE_WAIT_MS) * NS_PER_MS;
+    schedule->wait_ns[SS_BLOCK_PRIORITY_BACKGROUND] = (uint64_t)BACKGROUND_WAIT_MS * NS_PER_MS;
+    schedule->bytes_max[SS_BLOCK_PRIORITY_WRITE] = WRITE_BYTES_MAX;
+    schedule->bytes_max[SS_BLOCK_PRIORITY_BACKGROUND] = BACKGROUND_BYTES_MAX;
     return SS_OK;
 }
 

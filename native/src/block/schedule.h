@@ -14,6 +14,9 @@
 
 #define SS_PRIORITIES 3u
 
+/* Larger operations are split; also into requests that the device takes, if it takes less. */
+#define SS_REQUEST_BYTES_MAX (1u << 20)
+
 /* Most bytes of a part of a read into pages, and most memory ranges of its target, which IOV_MAX bounds. */
 #define SS_PART_BYTES_MAX (2u << 20)
 #define SS_VECTORS_MAX (SS_PART_BYTES_MAX / 4096)
@@ -81,7 +84,7 @@ struct ss_schedule {
     struct ss_block_statistics statistics;
 };
 
-/* Initializes the limits from 'options', none of which is 0. SS_NO_MEMORY. */
+/* 'options' are complete: no number is 0. SS_NO_MEMORY. */
 enum ss_result ss_schedule_init(struct ss_schedule *schedule, const struct ss_block_options *options);
 void ss_schedule_free(struct ss_schedule *schedule);
 

@@ -31,18 +31,11 @@
 #error "the C core supports little-endian machines only"
 #endif
 
-#ifndef SS_HUFFMAN_BLOCK_SIZE
-#define SS_HUFFMAN_BLOCK_SIZE (128 * 1024)
-#endif
-#ifndef SS_HUFFMAN_CODE_LENGTH_MAX
-#define SS_HUFFMAN_CODE_LENGTH_MAX 12
-#endif
-
 enum {
-    BLOCK_SIZE = SS_HUFFMAN_BLOCK_SIZE,
+    BLOCK_SIZE = 128 * 1024,
     PIECE_SIZE = BLOCK_SIZE / 8,
     SPLIT_GAIN_BITS = 2048, /* what another block costs: its header, and what a decoder could do instead of its table */
-    CODE_LENGTH_MAX = SS_HUFFMAN_CODE_LENGTH_MAX,
+    CODE_LENGTH_MAX = 12,
     STORED_SIZE_MAX = 65535,
     END_OF_BLOCK = 256,
     LITERAL_CODES = 257,

@@ -31,13 +31,9 @@
 
 #include "cpu/cpu.h"
 
-#ifndef SS_LITERAL_INFLATE_TABLE_BITS
-#define SS_LITERAL_INFLATE_TABLE_BITS 11
-#endif
-
 enum {
     LANES = SS_LITERAL_INFLATE_LANES,
-    TABLE_BITS = SS_LITERAL_INFLATE_TABLE_BITS,
+    TABLE_BITS = 11,
     TABLE_SIZE = 1 << TABLE_BITS,
     REFILLED_BITS = 56,
     LOOKUPS = REFILLED_BITS / TABLE_BITS,
@@ -522,16 +518,9 @@ static inline __attribute__((always_inline)) void lanes_run_any(struct lane *lan
     case 1:
         lanes_run(lanes, 1, rounds);
         break;
-#if SS_LITERAL_INFLATE_LANES >= 3
     case 2:
         lanes_run(lanes, 2, rounds);
         break;
-#endif
-#if SS_LITERAL_INFLATE_LANES >= 4
-    case 3:
-        lanes_run(lanes, 3, rounds);
-        break;
-#endif
     default:
         lanes_run(lanes, LANES, rounds);
     }

@@ -6,9 +6,7 @@
 #include "shadowserve.h"
 
 /* Streams that are decoded in turns; more of them wait for one to end. */
-#ifndef SS_LITERAL_INFLATE_LANES
-#define SS_LITERAL_INFLATE_LANES 3
-#endif
+enum { SS_LITERAL_INFLATE_LANES = 3 };
 
 struct ss_literal_inflater; /* what one thread needs, about 12 KiB for each lane: too much for a stack */
 

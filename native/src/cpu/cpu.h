@@ -11,7 +11,7 @@
 #define SS_ARCH_AARCH64 1
 #endif
 
-#define SS_ABI_VERSION 17
+#define SS_ABI_VERSION 18
 
 /* ss_streams_order() orders this thread's streaming stores before all that it does next. */
 static inline void ss_streams_order(void) {

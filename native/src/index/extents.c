@@ -25,7 +25,6 @@ struct ss_extents {
     uint32_t used;
     uint32_t unused; /* list of nodes that were given back, by 'left' */
     uint32_t root;
-    uint32_t run_count;
     uint32_t blocks;
     uint32_t free_blocks;
     uint32_t random;
@@ -58,14 +57,12 @@ static uint32_t run_make(struct ss_extents *extents, uint32_t first, uint32_t co
     extents->random ^= extents->random >> 17;
     extents->random ^= extents->random << 5;
     extents->runs[node] = (struct run){.first = first, .count = count, .longest = count, .priority = extents->random};
-    extents->run_count++;
     return node;
 }
 
 static void run_drop(struct ss_extents *extents, uint32_t node) {
     extents->runs[node].left = extents->unused;
     extents->unused = node;
-    extents->run_count--;
 }
 
 static void update(struct run *runs, uint32_t node) {
@@ -284,12 +281,4 @@ enum ss_result ss_extents_reserve(struct ss_extents *extents, uint32_t first, ui
 
 uint32_t ss_extents_free_blocks(const struct ss_extents *extents) {
     return extents->free_blocks;
-}
-
-uint32_t ss_extents_largest(const struct ss_extents *extents) {
-    return extents->runs[extents->root].longest;
-}
-
-uint32_t ss_extents_runs(const struct ss_extents *extents) {
-    return extents->run_count;
 }

@@ -154,7 +154,7 @@ enum ss_result ss_index_store(struct ss_index *index, uint64_t hash, const struc
         ss_index_count(index, entry, -1);
         ss_index_dequeue(index, ss_index_cell(index, entry->tenant, entry->device), found);
     } else if (found != 0) {
-        ss_index_dangling_pull(index, found);
+        ss_index_pull(index, &index->dangling, found);
         index->entries[found].dangling = 0;
         index->entries[found].list = LIST_NONE;
     } else {
@@ -378,15 +378,10 @@ static size_t in_cell(const struct ss_index *index, const struct cell *cell, uin
 
 /* all_of() finds all objects of a tenant that has few, from a hash on, and sorts them; returns how many. */
 static size_t all_of(const struct ss_index *index, int32_t tenant, uint64_t from, struct found *found) {
-    const struct cell *whole = tenant < 0 ? NULL : ss_index_cell(index, (uint16_t)tenant, ANY_DEVICE);
     size_t count = 0;
-    for (uint32_t number = whole != NULL ? whole->next : 0; number != 0; number = index->cells[number].next) {
+    for (uint32_t number = ss_index_next_cell(index, 0, tenant); number != 0;
+         number = ss_index_next_cell(index, number, tenant)) {
         count = in_cell(index, &index->cells[number], from, found, count);
-    }
-    for (uint32_t number = 1; tenant < 0 && number <= index->cell_count; number++) {
-        if ((index->cells[number].id & 511u) != ANY_DEVICE) {
-            count = in_cell(index, &index->cells[number], from, found, count);
-        }
     }
     qsort(found, count, sizeof *found, by_hash);
     return count;

@@ -186,11 +186,11 @@ void ss_index_dangling_drop(struct ss_index *index, uint32_t max);
 void ss_index_dangling_unblock(struct ss_index *index,
                                uint32_t slot); /* dangling parents from here upwards may have something to evict */
 void ss_index_dangling_push(struct ss_index *index, uint32_t slot);
-void ss_index_dangling_pull(struct ss_index *index, uint32_t slot);
 
 /* queues.c */
 struct cell *ss_index_cell(const struct ss_index *index, uint16_t tenant, uint32_t device); /* NULL: none */
 struct cell *ss_index_cell_make(struct ss_index *index, uint16_t tenant, uint32_t device);  /* NULL: no memory */
+uint32_t ss_index_next_cell(const struct ss_index *index, uint32_t number, int32_t tenant); /* of one tenant, or all */
 void ss_index_enqueue(struct ss_index *index, struct cell *cell, uint32_t slot, bool ghost);
 void ss_index_dequeue(struct ss_index *index, struct cell *cell, uint32_t slot);
 void ss_index_push(struct ss_index *index, struct list_ends *ends, uint32_t slot);

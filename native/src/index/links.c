@@ -46,7 +46,7 @@ static void leave(struct ss_index *index, uint32_t child) {
     while (parent != 0 && index->entries[parent].dangling && index->entries[parent].first_child == 0) {
         uint32_t dangling = parent;
         parent = detach(index, dangling);
-        ss_index_dangling_pull(index, dangling);
+        ss_index_pull(index, &index->dangling, dangling);
         ss_index_slot_free(index, dangling);
     }
 }
@@ -65,10 +65,6 @@ void ss_index_dangling_push(struct ss_index *index, uint32_t slot) {
     ss_index_push(index, &index->dangling, slot);
 }
 
-void ss_index_dangling_pull(struct ss_index *index, uint32_t slot) {
-    ss_index_pull(index, &index->dangling, slot);
-}
-
 void ss_index_dangling_drop(struct ss_index *index, uint32_t max) {
     while (index->dangling.count > max) {
         uint32_t dangling = index->dangling.tail;
@@ -76,7 +72,7 @@ void ss_index_dangling_drop(struct ss_index *index, uint32_t max) {
             detach(index, index->entries[dangling].first_child);
         }
         leave(index, dangling);
-        ss_index_dangling_pull(index, dangling);
+        ss_index_pull(index, &index->dangling, dangling);
         ss_index_slot_free(index, dangling);
     }
 }

@@ -314,7 +314,7 @@ static bool cell_matches(const struct cell *cell, int32_t device, int32_t tenant
            (tenant < 0 || cell->id >> 9 == (uint32_t)tenant);
 }
 
-static uint32_t next_cell(const struct ss_index *index, uint32_t number, int32_t tenant) {
+uint32_t ss_index_next_cell(const struct ss_index *index, uint32_t number, int32_t tenant) {
     if (tenant < 0) {
         return number < index->cell_count ? number + 1 : 0;
     }
@@ -329,7 +329,8 @@ static uint32_t next_cell(const struct ss_index *index, uint32_t number, int32_t
 static struct cell *oldest_cell(const struct ss_index *index, int32_t device, int32_t tenant) {
     struct cell *oldest = NULL;
     uint32_t oldest_s = 0;
-    for (uint32_t number = next_cell(index, 0, tenant); number != 0; number = next_cell(index, number, tenant)) {
+    for (uint32_t number = ss_index_next_cell(index, 0, tenant); number != 0;
+         number = ss_index_next_cell(index, number, tenant)) {
         struct cell *cell = &index->cells[number];
         uint32_t tails[2] = {cell->lists[LIST_SMALL].tail, cell->lists[LIST_MAIN].tail};
         for (size_t at = 0; at < 2; at++) {
@@ -365,8 +366,8 @@ static uint32_t look_at_all_blocked(struct ss_index *index, int32_t device, int3
             freed += look_at_blocked(index, &index->cells[index->looked_at], now_s, &looks);
         }
     }
-    for (uint32_t number = tenant < 0 ? 0 : next_cell(index, 0, tenant); number != 0 && looks > 0;
-         number = next_cell(index, number, tenant)) {
+    for (uint32_t number = tenant < 0 ? 0 : ss_index_next_cell(index, 0, tenant); number != 0 && looks > 0;
+         number = ss_index_next_cell(index, number, tenant)) {
         if (cell_matches(&index->cells[number], device, tenant)) {
             freed += look_at_blocked(index, &index->cells[number], now_s, &looks);
         }
@@ -380,7 +381,8 @@ static uint32_t look_at_all_blocked(struct ss_index *index, int32_t device, int3
  */
 static uint32_t ancestor(const struct ss_index *index, int32_t device, int32_t tenant, uint32_t now_s) {
     uint32_t looks = LOOK_AT_BLOCKED_MAX;
-    for (uint32_t number = next_cell(index, 0, tenant); number != 0; number = next_cell(index, number, tenant)) {
+    for (uint32_t number = ss_index_next_cell(index, 0, tenant); number != 0;
+         number = ss_index_next_cell(index, number, tenant)) {
         if (!cell_matches(&index->cells[number], device, tenant)) {
             continue;
         }
@@ -427,7 +429,8 @@ uint64_t ss_index_clear(struct ss_index *index, int32_t tenant, int32_t device) 
     if (device > UINT8_MAX || tenant > UINT16_MAX) {
         return 0;
     }
-    for (uint32_t number = next_cell(index, 0, tenant); number != 0; number = next_cell(index, number, tenant)) {
+    for (uint32_t number = ss_index_next_cell(index, 0, tenant); number != 0;
+         number = ss_index_next_cell(index, number, tenant)) {
         if (cell_matches(&index->cells[number], device, tenant)) {
             cleared += clear_cell(index, number);
         }

@@ -24,28 +24,13 @@ void ss_resp_head_start(struct ss_resp_head *head) {
 }
 
 static enum ss_resp_status head_type(struct ss_resp_head *head, uint8_t byte) {
-    switch (byte) {
-    case '$':
-        head->kind = SS_RESP_BULK;
-        return SS_RESP_MORE;
-    case '_':
-        head->kind = SS_RESP_NULL;
-        return SS_RESP_MORE;
-    case '+':
-        head->kind = SS_RESP_SIMPLE;
-        return SS_RESP_MORE;
-    case '-':
-        head->kind = SS_RESP_ERROR;
-        return SS_RESP_MORE;
-    case ':':
-        head->kind = SS_RESP_INTEGER;
-        return SS_RESP_MORE;
-    case '*':
-        head->kind = SS_RESP_ARRAY;
-        return SS_RESP_MORE;
-    default:
+    static const char types[] = {'$', '_', '+', '-', ':', '*'}; /* in the order of enum ss_resp_kind */
+    const char *found = memchr(types, byte, sizeof types);
+    if (found == NULL) {
         return SS_RESP_INVALID;
     }
+    head->kind = (enum ss_resp_kind)(found - types);
+    return SS_RESP_MORE;
 }
 
 /* 'position' counts the bytes behind the type byte: 0 for the first digit or sign. */

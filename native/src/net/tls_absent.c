@@ -10,15 +10,14 @@
 
 #include "net/channel.h"
 
+#pragma GCC diagnostic ignored "-Wunused-parameter"
+
 const char *ss_tls_library(void) {
     return NULL;
 }
 
 enum ss_result ss_tls_create(const char *authorities, const char *certificate, const char *key, struct ss_tls **tls,
                              char *error, size_t error_size) {
-    (void)authorities;
-    (void)certificate;
-    (void)key;
     *tls = NULL;
     if (error_size > 0) {
         (void)snprintf(error, error_size, "this build has no TLS");
@@ -27,38 +26,28 @@ enum ss_result ss_tls_create(const char *authorities, const char *certificate, c
 }
 
 void ss_tls_destroy(struct ss_tls *tls) {
-    (void)tls;
 }
 
 enum ss_result ss_tls_session_create(struct ss_tls *tls, int32_t socket, const char *name,
                                      struct ss_tls_session **session) {
-    (void)tls;
-    (void)socket;
-    (void)name;
     *session = NULL;
     return SS_NOT_SUPPORTED;
 }
 
 void ss_tls_session_destroy(struct ss_tls_session *session) {
-    (void)session;
 }
 
 const char *ss_tls_reason(const struct ss_tls_session *session) {
-    (void)session;
     return "this build has no TLS";
 }
 
 enum ss_result ss_tls_handshake(struct ss_tls_session *session, uint32_t *events) {
-    (void)session;
     *events = 0;
     return SS_NOT_SUPPORTED;
 }
 
 enum ss_result ss_tls_send(struct ss_tls_session *session, const void *data, size_t size, size_t *sent,
                            uint32_t *events) {
-    (void)session;
-    (void)data;
-    (void)size;
     *sent = 0;
     *events = 0;
     return SS_NOT_SUPPORTED;
@@ -66,23 +55,16 @@ enum ss_result ss_tls_send(struct ss_tls_session *session, const void *data, siz
 
 enum ss_result ss_tls_receive(struct ss_tls_session *session, void *data, size_t size, size_t *received,
                               uint32_t *events) {
-    (void)session;
-    (void)data;
-    (void)size;
     *received = 0;
     *events = 0;
     return SS_NOT_SUPPORTED;
 }
 
 int ss_tls_has_pending(const struct ss_tls_session *session) {
-    (void)session;
     return 0;
 }
 
 ssize_t ss_tls_session_send(struct ss_tls_session *session, const struct iovec *parts, size_t count) {
-    (void)session;
-    (void)parts;
-    (void)count;
     errno = ENOTSUP;
     return -1;
 }
@@ -92,7 +74,5 @@ ssize_t ss_tls_session_receive(struct ss_tls_session *session, const struct iove
 }
 
 short ss_tls_session_events(const struct ss_tls_session *session, int sending) {
-    (void)session;
-    (void)sending;
     return POLLIN;
 }

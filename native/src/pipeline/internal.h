@@ -5,7 +5,6 @@
  *   pipeline.c  buffers, threads, the life of a batch
  *   batch.c     checks a batch before any byte moves; its state at the start, its results at the end
  *   fetch_state.c  work, failures and pieces of the running fetch, for all threads
- *   clock.h     clocks and counters
  *   feed.c      the network threads, which drive the sources (sources/source.h)
  *   stages.c    decompress, dequantize, DMA, or all of it fused
  *   trace.c     recordings of the threads' work
@@ -32,7 +31,7 @@
 #include <stdint.h>
 
 #include "backends/backend.h"
-#include "pipeline/clock.h"
+#include "cpu/clock.h"
 #include "pipeline/queue.h"
 #include "shadowserve.h"
 #include "sources/source.h"
@@ -65,6 +64,22 @@ enum { SS_POP_MAX = 4 };
 /* The longest that a store thread waits for fetches before each slice: stores slow down under load, but never starve.
  */
 #define SS_STORE_YIELD_NS 50000000ULL
+
+/* One thread's share of one stage's statistics, on its own cache line. */
+struct ss_counters {
+    _Alignas(64) _Atomic uint64_t items;
+    _Atomic uint64_t input_bytes;
+    _Atomic uint64_t output_bytes;
+    _Atomic uint64_t busy_ns;
+};
+
+static inline void ss_counters_add(struct ss_counters *counters, uint64_t items, uint64_t input_bytes,
+                                   uint64_t output_bytes, uint64_t busy_ns) {
+    atomic_fetch_add_explicit(&counters->items, items, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->input_bytes, input_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->output_bytes, output_bytes, memory_order_relaxed);
+    atomic_fetch_add_explicit(&counters->busy_ns, busy_ns, memory_order_relaxed);
+}
 
 struct ss_buffer {
     uint8_t *data;

@@ -6,18 +6,17 @@
  * batch only moves bytes between existing buffers. internal.h describes the access rules of the threads.
  */
 #define _GNU_SOURCE 1
+#include "cpu/thread.h"
 #include "pipeline/internal.h"
 
 #include <errno.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 /* Pipelines that ss_batch_cancel() searches. This lock is taken before any pipeline's own lock. */
@@ -252,36 +251,16 @@ static void *run_worker(void *argument) {
     return worker_entry(worker)(argument);
 }
 
-static void name_thread(const struct ss_worker *worker) {
+static enum ss_result start_worker(struct ss_worker *worker) {
     static const char *const names[SS_STAGE_COUNT] = {
         [SS_STAGE_NET] = "net", [SS_STAGE_DECOMPRESS] = "decomp", [SS_STAGE_DEQUANTIZE] = "dequant",
         [SS_STAGE_DMA] = "dma", [SS_STAGE_COMPRESS] = "store",
     };
-    char name[16]; /* the kernel's limit, zero included */
+    char name[16];
     (void)snprintf(name, sizeof name, "ss-%s-%u", names[worker->stage], worker->index & 0xfff);
-    (void)pthread_setname_np(worker->thread, name);
-}
-
-static enum ss_result start_worker(struct ss_worker *worker) {
-    pthread_attr_t attributes;
-    int error = pthread_attr_init(&attributes);
-    if (error == 0 && worker->core >= 0) {
-        cpu_set_t cores;
-        CPU_ZERO(&cores);
-        CPU_SET((size_t)worker->core, &cores);
-        error = pthread_attr_setaffinity_np(&attributes, sizeof cores, &cores);
-    }
-    if (error == 0) {
-        error = pthread_create(&worker->thread, &attributes, run_worker, worker);
-    }
-    (void)pthread_attr_destroy(&attributes);
-    if (error != 0) {
-        errno = error;
-        return SS_OS_ERROR;
-    }
-    worker->started = 1;
-    name_thread(worker);
-    return SS_OK;
+    enum ss_result result = ss_thread_start(&worker->thread, worker->core, name, run_worker, worker);
+    worker->started = result == SS_OK;
+    return result;
 }
 
 /*
@@ -299,27 +278,15 @@ static enum ss_result wait_until_ready(struct ss_pipeline *pipeline) {
     return result;
 }
 
-/*
- * Starts all threads with every signal blocked: the host program handles signals, on its own threads. But not SIGBUS,
- * which a thread's own access to guarded memory raises (memory/guard.c).
- */
 static enum ss_result start_workers(struct ss_pipeline *pipeline) {
-    sigset_t all;
-    sigset_t before;
-    sigfillset(&all);
-    sigdelset(&all, SIGBUS);
     uint8_t *scratch = pipeline->scratch.data;
     enum ss_result result = SS_OK;
     for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
         result = create_worker_state(&pipeline->workers[i], &scratch);
     }
-    pthread_sigmask(SIG_SETMASK, &all, &before);
     for (uint32_t i = 0; i < pipeline->worker_count && result == SS_OK; i++) {
         result = start_worker(&pipeline->workers[i]);
     }
-    int error = errno;
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    errno = error;
     return result == SS_OK ? wait_until_ready(pipeline) : result;
 }
 
@@ -472,14 +439,8 @@ void ss_pipeline_destroy(struct ss_pipeline *pipeline) {
 
 /* ---- A fetch batch ------------------------------------------------------------------------------------------- */
 
-static struct timespec timespec_of(uint64_t time_ns) {
-    uint64_t seconds = time_ns / 1000000000ULL;
-    return (struct timespec){.tv_sec = seconds > INT32_MAX ? INT32_MAX : (time_t)seconds,
-                             .tv_nsec = (long)(time_ns % 1000000000ULL)};
-}
-
 static void wait_until_quiet(struct ss_pipeline *pipeline) {
-    struct timespec deadline = timespec_of(pipeline->fetch.batch->deadline_ns);
+    struct timespec deadline = ss_timespec(pipeline->fetch.batch->deadline_ns);
     int late = 0;
     pthread_mutex_lock(&pipeline->lock);
     while (atomic_load(&pipeline->fetch.work) > 0) {

@@ -10,7 +10,6 @@
 #include <limits.h>
 #include <linux/futex.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "pipeline/internal.h"
@@ -81,8 +80,7 @@ uint32_t ss_progress_wait(const uint32_t *progress, uint32_t seen, uint64_t time
     const _Atomic uint32_t *word = (const _Atomic uint32_t *)progress;
     uint32_t value = atomic_load_explicit(word, memory_order_acquire);
     if (value == seen) {
-        const struct timespec timeout = {.tv_sec = (time_t)(timeout_ns / 1000000000),
-                                         .tv_nsec = (long)(timeout_ns % 1000000000)};
+        const struct timespec timeout = ss_timespec(timeout_ns);
         (void)syscall(SYS_futex, progress, FUTEX_WAIT, seen, &timeout, NULL, 0);
         value = atomic_load_explicit(word, memory_order_acquire);
     }

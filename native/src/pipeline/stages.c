@@ -17,7 +17,6 @@
 #define _GNU_SOURCE 1
 #include <stdlib.h>
 #include <sys/prctl.h>
-#include <time.h>
 
 #include "codecs/codec.h"
 #include "codecs/decode.h"
@@ -344,9 +343,8 @@ static void engine_flush(struct ss_worker *worker, uint64_t begin_ns, uint64_t i
 }
 
 static void poll_pause(const struct ss_pipeline *pipeline) {
-    uint32_t interval = pipeline->options.poll_interval_us;
-    const struct timespec time = {.tv_sec = interval / 1000000, .tv_nsec = (long)(interval % 1000000) * 1000};
-    if (interval > 0) {
+    const struct timespec time = ss_timespec(1000ULL * pipeline->options.poll_interval_us);
+    if (pipeline->options.poll_interval_us > 0) {
         (void)nanosleep(&time, NULL);
     }
 }

@@ -8,7 +8,6 @@
  */
 #define _GNU_SOURCE 1
 #include <errno.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "pipeline/internal.h"
@@ -30,7 +29,7 @@ static void store_yield(struct ss_pipeline *pipeline, const struct ss_batch *bat
         if (batch->deadline_ns < until) {
             until = batch->deadline_ns;
         }
-        struct timespec time = {.tv_sec = (time_t)(until / 1000000000ULL), .tv_nsec = (long)(until % 1000000000ULL)};
+        struct timespec time = ss_timespec(until);
         int error = 0;
         while (pipeline->fetch_active && error == 0 && !__atomic_load_n(&batch->cancelled, __ATOMIC_SEQ_CST)) {
             error = pthread_cond_timedwait(&pipeline->fetch_over, &pipeline->lock, &time);

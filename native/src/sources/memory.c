@@ -105,7 +105,6 @@ static uint32_t memory_watch(void *state, struct pollfd *polled) {
 }
 
 const struct ss_source ss_source_memory = {
-    .name = "memory",
     .takes = memory_takes,
     .answers = memory_answers,
     .create = memory_create,

@@ -72,23 +72,12 @@ static void *resp_create(const struct ss_source_limits *limits) {
 static void connection_start(const struct ss_feed *feed, struct ss_connection *connection, uint32_t node) {
     uint32_t index = node * feed->threads + feed->thread;
     struct ss_tls_session *const *sessions = feed->batch->sessions;
-    connection->channel.socket = feed->sockets[index];
-    connection->channel.session = sessions != NULL ? sessions[index] : NULL;
-    connection->node = node;
-    connection->over = 0;
-    connection->failed = 0;
-    connection->head = 0;
-    connection->count = 0;
-    connection->next_piece = 0;
-    connection->output_begin = 0;
-    connection->output_end = 0;
-    connection->send_failed = 0;
-    connection->reader = NULL;
-    connection->request_left = 0;
-    connection->phase = SS_PHASE_HEAD;
-    connection->wire_bytes = 0;
-    connection->body_bytes = 0;
-    connection->slices = 0;
+    *connection = (struct ss_connection){
+        .channel = {.socket = feed->sockets[index], .session = sessions != NULL ? sessions[index] : NULL},
+        .node = node,
+        .requests = connection->requests,
+        .ahead_max = connection->ahead_max,
+        .capacity = connection->capacity};
     ss_resp_head_start(&connection->reply);
     ss_socket_prepare(connection->channel.socket);
 }
@@ -316,7 +305,6 @@ static uint32_t resp_watch(void *state, struct pollfd *polled) {
 }
 
 const struct ss_source ss_source_resp = {
-    .name = "resp",
     .takes = resp_takes,
     .answers = resp_answers,
     .create = resp_create,

@@ -48,8 +48,6 @@ enum ss_source_step {
 };
 
 struct ss_source {
-    const char *name;
-
     /* takes() returns whether a piece belongs to this source. */
     int (*takes)(const struct ss_piece *piece);
 
