@@ -256,7 +256,8 @@ class Report:
             draw(f"shadowserve {self.command} {self.bench}", self._panels(), output.plot_file)
 
     def _panels(self) -> list[Chart]:
-        return [*map(self._bar_chart, self.bars), *self.charts]
+        measured = [column for column in self.bars if any(column in row for row in self.rows)]
+        return [*map(self._bar_chart, measured), *self.charts]
 
     def _bar_chart(self, column: str) -> Chart:
         """Return a bar for each row. Its label is the row's values up to the last column with text."""

@@ -1,22 +1,27 @@
 """Measures transfers within the interference budget: device reads beside writes, and fetches beside decoding.
 
-Reads beside writes: a prefix is read cold from a pool on one device, alone and while another thread writes chunks
-continuously. Two pools take turns, with strict order (the device never reads and writes at the same time) and
+Reads beside writes (``reads``): a prefix is read cold from a pool on one device, alone and while another thread writes
+chunks continuously. Two pools take turns, with strict order (the device never reads and writes at the same time) and
 without. As root with cgroup v1 the devices are loop devices whose reads are capped; otherwise they are files.
 
 Fetches beside decoding: a steady batch decodes in real vLLM, in phases with a transfer and phases without. Fetches of
-binned KV and of ``near_lossless`` KV, and pages from a device, go at the rate that the plugin's own policy sets, or
-without a bound (``_off``). The policy learns for some rounds before those that count. Each phase is compared with the
-phases before and after it. Medians of steps are compared for fetches, and capped means for pages, which come in bursts.
+``lossless``, ``near_lossless`` and ``binned`` KV, and ``pages`` from a device, go at the rate that the plugin's own
+policy sets, or without a bound (``_off``). The policy learns for some rounds before those that count. Each phase is
+compared with the phases before and after it. Medians of steps are compared for fetches, and capped means for pages,
+which come in bursts. ``_of_fastest`` is the same for the fastest tenth of a phase's steps, which other programs slow
+down least; fetches beside them are steady. A control is measured as often as each load: it waits as long as a fetch,
+and moves nothing. Its interval is the noise of the machine. Rounds end when the intervals are narrow, or with the time.
+A slowdown has a result if its interval is narrow, or on one side of the goal.
 
 Prediction: strict order costs reads 1 to 3 %. A GB/s of fetches costs a step 4 to 6 %, so the budget of 2 % leaves
-0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. ``near_lossless`` the same. Pages: 0.005
+0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. All kinds of KV the same. Pages: 0.005
 to 0.015 within the budget.
 """
 
 import functools
 import json
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -39,7 +44,7 @@ from shadowserve_tools.bench.interference import (
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
 from shadowserve_tools.bench.parts.engine import SETTLING_STEPS
 from shadowserve_tools.bench.parts.loads import FetchLoop
-from shadowserve_tools.bench.parts.options import benchmark, folder_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, listed, one_of, whole
 from shadowserve_tools.bench.parts.paged import CHUNK_BLOCKS, MANY, PagedKv, PagedMemory
 from shadowserve_tools.bench.parts.retrieval import Offered, OurPool, Prefix
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Stack, model_options
@@ -58,19 +63,14 @@ WRITTEN_SHARE: Final = 4
 """Chunks that are read, for each chunk that is written repeatedly."""
 MEGA: Final = 1_000_000
 
+READS: Final = "reads"
+PAGES: Final = "pages"
+FETCHED: Final = {"lossless": Quantizer.LOSSLESS, "near_lossless": Quantizer.WEIGHTED, "binned": Quantizer.BINNED}
+KINDS: Final = (READS, *FETCHED, PAGES)
 NOTHING: Final = "decoding without a load"
-WITHIN: Final = "decoding beside fetching, within the budget"
-FREE: Final = "decoding beside fetching, no bound"
-NEAR_WITHIN: Final = "decoding beside fetching near_lossless, within the budget"
-NEAR_FREE: Final = "decoding beside fetching near_lossless, no bound"
-PAGES_WITHIN: Final = "decoding beside pages from a device, within the budget"
-PAGES_FREE: Final = "decoding beside pages from a device, no bound"
-OFTEN: Final = 8
-"""Phases with fetches in a round, of each kind."""
-PAGES_OFTEN: Final = 6
-"""Phases with pages within the budget in a round, for one without a bound."""
-PAGES_LONGER: Final = 6
-"""Steps of a phase with pages, in phases of others. Pages come in bursts, ten times a second."""
+CONTROL: Final = "decoding beside a control that moves nothing"
+LEARNING_STEPS: Final = 64
+"""Steps of a phase while the policy learns. It remembers the last 500."""
 PAGES_LAYERS, PAGES_HEADS = 4, 2
 """Shape of the KV in pages: a MiB a chunk, like the fetched chunks."""
 FETCH_CHUNKS: Final = 16
@@ -79,7 +79,10 @@ FETCH_S: Final = 0.05
 """Duration of a fetch within the budget. A phase begins and ends with a complete one."""
 PAGES_S: Final = 0.1
 """Duration of a load of pages: a turn of the data plane."""
+FASTEST: Final = "none; without the noise of a busy machine"
 MIXED_MIN: Final = 0.95
+
+Middle = Callable[[Sequence[float]], float]
 
 
 @dataclass
@@ -89,11 +92,13 @@ class _Steps:
     Attributes:
         seconds: Duration of each step, by the load beside it.
         over: Steps of a phase over those of the unloaded phases before and after it.
+        fastest_over: The same for the fastest tenth of the steps.
         rates: Bytes per second of the load in each phase.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     over: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    fastest_over: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     rates: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -101,61 +106,64 @@ class _Steps:
     "what", "read_GB_per_s", "written_GB_per_s", "dropped", "step_ms", "fetch_GB_per_s",
     bars=["step_ms", "read_GB_per_s"],
 )  # fmt: skip
-@model_options(layers=4)  # short steps, for more samples
+@model_options(layers=4, chunks=1)  # short steps, for more samples
+@listed("--kinds", ",".join(KINDS), "What to measure.", one_of(KINDS))
 @whole("--read-chunks", 96, "Chunks to read in a turn.", 8)
 @whole("--chunk-kib", 7424, "KiB of a chunk.", 64, 1 << 20)
 @whole("--cap", 200, "MB/s that the device reads.")
 @whole("--turns", 3, "Turns of reading.")
 @whole("--batch", 2, "Requests that decode steadily.")
 @whole("--learning", 8, "Rounds in which the policy learns; they do not count.")
-@whole("--rounds", 24, "Least rounds that count.", 6)
-@whole("--rounds-max", 60, "Most rounds, if intervals are too wide.")
-@whole("--phase-steps", 4, "Steps of a phase.", most=64)
+@whole("--rounds", 12, "Least rounds that count.", 6)
+@whole("--rounds-max", 240, "Most rounds, if intervals are too wide.")
+@whole("--seconds", 330, "Seconds after which no more rounds begin than the least.")
+@whole("--phase-steps", 24, "Steps of a phase.", 2, LEARNING_STEPS)
 @folder_option("Folder of the device's file. [default: memory, if it has space]")
 def budget(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, read_chunks: int, chunk_kib: int,
-    cap: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int, phase_steps: int,
-    folder: Path | None,
+    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, kinds: list[str],
+    read_chunks: int, chunk_kib: int, cap: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int,
+    seconds: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
     """Measure reads beside writes, and decoding beside transfers within the budget."""
-    _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), cap * MEGA, turns, folder)
-    steps = _Steps()
-    load = holding(load, 2 * OFTEN, phase_steps)
-    load = holding(load, PAGES_OFTEN + 1, PAGES_LONGER * phase_steps)
+    if READS in kinds:
+        _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), cap * MEGA, turns, folder)
+    moved = [kind for kind in KINDS if kind in kinds and kind != READS]
+    if not moved:
+        return
+    load = holding(load, len(moved), LEARNING_STEPS)
+    load = holding(load, 2 * len(moved) + 1, phase_steps)
     running = Stack(programs, model, load, requests_max)
-    fetching, near = _fetching(programs, running, phase_steps)
-    paged = _paged(programs, running)
-    chunks, longer = MANY // CHUNK_BLOCKS, PAGES_LONGER * phase_steps
-    bringing = _Moving(paged, paged.chunk_bytes, chunks, PAGES_S, longer, _mean, Interference(BUDGET))
-    kinds = {WITHIN: (fetching, True), FREE: (fetching, False)}
-    kinds |= {NEAR_WITHIN: (near, True), NEAR_FREE: (near, False)}
-    kinds |= {PAGES_WITHIN: (bringing, True), PAGES_FREE: (bringing, False)}
-    decoding = _Decoding(running.engine, batch, kinds)
+    movings = _fetching(programs, running, [kind for kind in moved if kind in FETCHED])
+    if PAGES in moved:
+        paged = _paged(programs, running)
+        movings[PAGES] = _Moving(paged, paged.chunk_bytes, MANY // CHUNK_BLOCKS, PAGES_S, _mean)
+    decoding, steps = _Decoding(running.engine, batch, movings), _Steps()
+    within = [_name(kind) for kind in movings]
     for _ in tracked(range(learning), "learning"):
-        for name in (WITHIN, NEAR_WITHIN):
-            decoding.round([name] * 2 * OFTEN, _Steps())
-        decoding.round([PAGES_WITHIN] * PAGES_OFTEN, _Steps())
-    judged = [steps.over[name] for name in (WITHIN, NEAR_WITHIN, PAGES_WITHIN)]
-    for number in rounds_until_narrow(rounds, rounds_max, judged):
-        order = slice(None, None, -1 if number % 2 else 1)
-        for names in ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE)):
-            decoding.round(([*names] * OFTEN)[order], steps)
-        decoding.round([*[PAGES_WITHIN] * PAGES_OFTEN, PAGES_FREE][order], steps)
-    policies = {"": fetching.policy, "near_lossless_": near.policy, "pages_": bringing.policy}
-    for moving in (fetching, near, bringing):
+        decoding.round(within, LEARNING_STEPS, _Steps())
+    beside = [CONTROL, *within, *(_name(kind, within=False) for kind in movings)]
+    judged = [steps.over[name] for name in within]
+    for number in rounds_until_narrow(rounds, rounds_max, judged, seconds):
+        decoding.round(beside[:: -1 if number % 2 else 1], phase_steps, steps)
+    for moving in movings.values():
         moving.verify()
-    _report_steps(report, steps, policies)
+    _report_steps(report, steps, movings)
 
 
-def _fetching(stack: ExitStack, running: Stack, phase_steps: int) -> list["_Moving"]:
-    """Store binned and ``near_lossless`` KV, and return the loads that fetch them."""
-    loads, beside = [], None
-    for quantizer in (Quantizer.BINNED, Quantizer.WEIGHTED):
-        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=quantizer)
+def _name(kind: str, *, within: bool = True) -> str:
+    """Return the name of the phases with a load."""
+    what = "pages from a device" if kind == PAGES else f"fetching {kind} KV"
+    return f"decoding beside {what}, {'within the budget' if within else 'no bound'}"
+
+
+def _fetching(stack: ExitStack, running: Stack, kinds: Sequence[str]) -> dict[str, "_Moving"]:
+    """Store KV of each kind, and return the loads that fetch it."""
+    loads, beside = {}, None
+    for kind in kinds:
+        workload = llama_8b(FETCH_CHUNKS, layers=1, quantizer=FETCHED[kind])
         put(workload, running.storage.address)
         beside = stack.enter_context(Target.opened(running.data_plane.address, workload, beside=beside))
-        size, policy = workload.layout.raw_bytes, Interference(BUDGET)
-        loads.append(_Moving(beside, size, FETCH_CHUNKS, FETCH_S, phase_steps, statistics.median, policy))
+        loads[kind] = _Moving(beside, workload.layout.raw_bytes, FETCH_CHUNKS, FETCH_S, statistics.median)
     return loads
 
 
@@ -236,7 +244,6 @@ class _Moving:
 
     Attributes:
         part_s: Duration of a transfer within the budget.
-        steps: Decode steps of a phase with this load.
         middle: Statistic of a phase's steps.
     """
 
@@ -244,9 +251,8 @@ class _Moving:
     chunk_bytes: int
     chunks: int
     part_s: float
-    steps: int
-    middle: Callable[[Sequence[float]], float]
-    policy: Interference
+    middle: Middle
+    policy: Interference = field(default_factory=lambda: Interference(BUDGET))
 
     def loop(self, *, within: bool) -> FetchLoop:
         """Return a loop that transfers in short parts at the policy's rate, or everything at once without a bound."""
@@ -270,32 +276,53 @@ def _mean(steps: Sequence[float]) -> float:
     return statistics.mean(min(step, most) for step in steps)
 
 
-class _Decoding:
-    """A steady batch beside loads; ``kinds`` has for each name the load, and whether it keeps the budget."""
+def _tenth(steps: Sequence[float]) -> float:
+    """Return the duration that a tenth of the steps do not exceed."""
+    return statistics.quantiles(steps, n=10, method="inclusive")[0]
 
-    def __init__(self, engine: Engine, batch: int, kinds: dict[str, tuple[_Moving, bool]]) -> None:
-        self._engine, self._batch, self._kinds = engine, batch, kinds
-        self._policies = list({id(moving): moving.policy for moving, _ in kinds.values()}.values())
+
+class _Nothing:
+    """Moves nothing, and takes as long as a fetch."""
+
+    def fetch(self, count: int | None = None) -> None:
+        time.sleep(FETCH_S)
+
+
+class _Decoding:
+    """A steady batch beside loads, by their kind."""
+
+    def __init__(self, engine: Engine, batch: int, movings: dict[str, _Moving]) -> None:
+        self._engine, self._batch = engine, batch
+        self._beside = {
+            _name(kind, within=own): (moving, own) for kind, moving in movings.items() for own in (True, False)
+        }
+        self._policies = [moving.policy for moving in movings.values()]
         self._table = ComputeTable()
         self._decoded = 0
 
-    def round(self, beside: list[str], steps: _Steps) -> None:
-        """Decode a phase with each load, all of one length, and an unloaded one before and after each."""
-        length = self._kinds[beside[0]][0].steps
+    def round(self, beside: list[str], length: int, steps: _Steps) -> None:
+        """Decode a phase of ``length`` steps with each load, and an unloaded one before and after each."""
         self._engine.call("decode_start", batch=self._batch, tokens=DECODED_TOKENS, beside=len(beside), steps=length)
         self._decoded = 0
         before = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
         for name in beside:
-            moving, within = self._kinds[name]
-            loop = moving.loop(within=within)
+            loop, middle, learning = self._load(name)
             with loop.running():
                 durations = self._durations(length)
-            own = self._note(steps.seconds[name], durations, loop.rate, [moving.policy] if within else [])
+            own = self._note(steps.seconds[name], durations, loop.rate, learning)
             steps.rates[name].append(loop.rate)
             after = self._note(steps.seconds[NOTHING], self._durations(length), 0.0, self._policies)
-            steps.over[name].append(moving.middle(own) / ((moving.middle(before) + moving.middle(after)) / 2))
+            for found, figure in ((steps.over, middle), (steps.fastest_over, _tenth)):
+                found[name].append(figure(own) / ((figure(before) + figure(after)) / 2))
             before = after
         self._engine.call("decode_stop")
+
+    def _load(self, name: str) -> tuple[FetchLoop, Middle, list[Interference]]:
+        """Return a load's loop, its statistic of a phase, and the policy that learns from it, if any."""
+        if name == CONTROL:
+            return FetchLoop(_Nothing(), 0), statistics.median, []
+        moving, within = self._beside[name]
+        return moving.loop(within=within), moving.middle, [moving.policy] if within else []
 
     def _durations(self, steps: int) -> list[float]:
         self._decoded += SETTLING_STEPS
@@ -317,21 +344,33 @@ class _Decoding:
         return durations
 
 
-def _report_steps(report: Report, steps: _Steps, policies: dict[str, Interference]) -> None:
+def _report_steps(report: Report, steps: _Steps, movings: dict[str, _Moving]) -> None:
     for name, seconds in steps.seconds.items():
         row: dict[str, Any] = {"what": name, "step_ms": statistics.median(seconds) * 1e3}
-        if rates := steps.rates.get(name, []):
+        if any(rates := steps.rates.get(name, [])):
             row["fetch_GB_per_s"] = statistics.median(rates) / 1e9
         report.row(**row)
-    kinds = ((WITHIN, FREE), (NEAR_WITHIN, NEAR_FREE), (PAGES_WITHIN, PAGES_FREE))
-    for moved, (within, free) in zip(policies, kinds, strict=True):
-        for name, suffix in ((within, ""), (free, "_off")):
-            slowdowns = [each - 1 for each in steps.over[name]]
-            width = half_width(slowdowns)
-            goal = f"at most {SLOWDOWN_MAX:g}" if width <= HALF_WIDTH_MAX else f"no result: ± {width:.2g} is too wide"
-            goals = ("none", None) if suffix else (goal, HALF_WIDTH_MAX)
-            report.interval(f"{moved}decode_step_slowdown{suffix}", slowdowns, *goals)
+    for kind, moving in movings.items():
+        prefix = "" if kind == "binned" else f"{kind}_"
+        within, free = _name(kind), _name(kind, within=False)
+        slowdowns = [each - 1 for each in steps.over[within]]
+        report.interval(f"{prefix}decode_step_slowdown", slowdowns, _goal(slowdowns), HALF_WIDTH_MAX)
+        report.interval(f"{prefix}decode_step_slowdown_off", [each - 1 for each in steps.over[free]], "none")
+        if kind in FETCHED:
+            for name, suffix in ((within, ""), (free, "_off")):
+                fastest = [each - 1 for each in steps.fastest_over[name]]
+                report.interval(f"{prefix}decode_step_slowdown_of_fastest{suffix}", fastest, FASTEST)
         left, unbound = ([rate / 1e9 for rate in steps.rates[name]] for name in (within, free))
-        report.interval(f"{moved}rate_left_GB_per_s", left, "none")
-        report.ratio(f"{moved}rate_off_GB_per_s", unbound, "none")
-        report.ratio(f"{moved}cost_for_each_GB_per_s", [policies[moved].cost], "none; as the policy has learned it")
+        report.interval(f"{prefix}rate_left_GB_per_s", left, "none")
+        report.ratio(f"{prefix}rate_off_GB_per_s", unbound, "none")
+        report.ratio(f"{prefix}cost_for_each_GB_per_s", [moving.policy.cost], "none; as the policy has learned it")
+    for suffix, found in (("", steps.over), ("_of_fastest", steps.fastest_over)):
+        report.interval(f"control_slowdown{suffix}", [each - 1 for each in found[CONTROL]], "none; nothing is moved")
+
+
+def _goal(slowdowns: Sequence[float]) -> str:
+    """Return the goal of a slowdown; none if its interval is wide and has the goal in it."""
+    width = half_width(slowdowns)
+    if width > HALF_WIDTH_MAX and abs(statistics.median(slowdowns) - SLOWDOWN_MAX) <= width:
+        return f"no result: ± {width:.2g} is too wide; at most {SLOWDOWN_MAX:g}"
+    return f"at most {SLOWDOWN_MAX:g}"

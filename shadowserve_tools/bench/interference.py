@@ -8,7 +8,7 @@ Poisson in an open loop, at a part of ShadowServe's highest throughput.
 Then a steady batch decodes in phases of ten steps, beside fetches of lossless and of binned KV at full speed, beside
 in-engine decompression, and beside three controls on the data plane's core: a process that spins, one that copies and
 one that writes as many bytes. A phase's median step is compared with the phases without load before and after it.
-Rounds go on until the median's 95 % interval is within 0.01; a wider one is no result.
+Rounds go on until the median's 95 % interval is within 0.01, or for a time; a wider one is no result.
 
 Prediction: ``decode_step_slowdown`` 0.01 to 0.03, the same for the copying control; 0.3 to 1 decoded in the engine.
 ``tpot_gain_over_in_engine`` 1.4 at four output tokens, 1.1 at 32.
@@ -93,17 +93,18 @@ class _Results:
 @whole("--batch", 2, "Requests that decode steadily.")
 @whole("--rounds", 20, "Least rounds of steady decoding.", 3)
 @whole("--rounds-max", 120, "Most rounds, if intervals are too wide after fewer.")
+@whole("--seconds", 300, "Seconds after which no more rounds begin than the least.")
 @whole("--phase-steps", 10, "Steps of a phase.", most=16)
 def interference(
     report: Report, programs: Programs, model: Model, load: Load, requests_max: int, lengths: list[int], loaded: float,
-    requests: int, repeats: int, batch: int, rounds: int, rounds_max: int, phase_steps: int,
+    requests: int, repeats: int, batch: int, rounds: int, rounds_max: int, seconds: int, phase_steps: int,
 ) -> None:  # fmt: skip
     """Measure decode steps and requests of an engine while KV is fetched."""
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
     running = Stack(programs, model, decoding, requests_max)
-    _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
+    _measure_decoding(results, programs, running, batch, (rounds, rounds_max, seconds), phase_steps)
     _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
     _report_decoding(report, results)
     for (length, rate, system), runs in results.lengths.items():
@@ -119,7 +120,7 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 
 
 def _measure_decoding(
-    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int], steps: int
+    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int, int], steps: int
 ) -> None:
     targets = []
     for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
@@ -143,7 +144,8 @@ def _measure_decoding(
     loads |= {SPINNING: spin.running, COPYING: copy.running}
     controls = (DECODING_IN_ENGINE, SPINNING, COPYING)
     wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
-    for number in rounds_until_narrow(*rounds, wanted):
+    least, most, seconds = rounds
+    for number in rounds_until_narrow(least, most, wanted, seconds):
         beside = [*(LOSSLESS, BINNED, WRITING) * OFTEN, controls[number % len(controls)]][:: -1 if number % 2 else 1]
         phases = _decoded_phases(running.engine, batch, steps, [loads[name] for name in beside])
         results.steps[NOTHING] += [wall for phase in phases[::2] for wall, _ in phase]
@@ -161,10 +163,14 @@ def _measure_decoding(
         target.verify()
 
 
-def rounds_until_narrow(at_least: int, at_most: int, wanted: Sequence[Sequence[float]]) -> Iterator[int]:
-    """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``."""
+def rounds_until_narrow(
+    at_least: int, at_most: int, wanted: Sequence[Sequence[float]], seconds: float
+) -> Iterator[int]:
+    """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``, or ``seconds`` are over."""
+    end_s = time.monotonic() + seconds
     for number in tracked(range(max(at_least, at_most)), "decoding"):
-        if number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted):
+        narrow = number >= at_least and all(half_width(values) <= HALF_WIDTH_MAX for values in wanted)
+        if narrow or (number >= at_least and time.monotonic() >= end_s):
             return
         yield number
 

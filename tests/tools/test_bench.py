@@ -17,6 +17,7 @@ from preloaded import Preloaded
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools import main
 from shadowserve_tools.bench import BENCHES
+from shadowserve_tools.bench.interference import rounds_until_narrow
 from shadowserve_tools.bench.parts import kernels
 from shadowserve_tools.bench.parts.kernels import Run, nothing, speeds_in_turns
 from shadowserve_tools.bench.peers.network import linked
@@ -80,7 +81,7 @@ SMALL = {
     "budget": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
         *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
-        *("--rounds", "6", "--rounds-max", "6", "--phase-steps", "2"),
+        *("--rounds", "6", "--rounds-max", "6", "--phase-steps", "2", "--kinds", "reads,near_lossless,pages"),
     ],
     "ablation": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
@@ -176,8 +177,21 @@ def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, m
         assert value == 0 or content["goals"][ratio] != "exactly 0", ratio
     if name == "nodes":  # too short to be predicted, but the model takes it
         assert [row["nodes"] for row in checked(content).rows] == [1, 2, 4]
+    if name == "budget":
+        slowdowns = {ratio for ratio in content["ratios"] if ratio.endswith("decode_step_slowdown")}
+        assert slowdowns == {
+            "near_lossless_decode_step_slowdown",
+            "pages_decode_step_slowdown",
+        }  # of the kinds asked for
     notes = {row.get("note") for row in content["rows"]}
     assert ("not installed (scripts/setup-peers)" in notes) == (name in OTHERS_INSTALL)
+
+
+def test_rounds_end_when_intervals_are_narrow_or_with_the_time_but_not_before_the_least() -> None:
+    wide, narrow = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5], [0.1] * 6
+    assert len(list(rounds_until_narrow(3, 9, [narrow, wide], NEVER_S))) == 9
+    assert len(list(rounds_until_narrow(3, 9, [narrow, wide], 0))) == 3
+    assert len(list(rounds_until_narrow(3, 9, [narrow, narrow], NEVER_S))) == 3
 
 
 def test_every_benchmark_explains_its_method_without_measuring() -> None:
