@@ -383,7 +383,9 @@ static void check_weighted_shapes(void) {
                 continue;
             }
             check_weighted(channels, dtype, 256, 3, 0);
-            check_weighted(channels, dtype, 256, 40, 0); /* low bits */
+            check_weighted(channels, dtype, 256, 0.4, 0); /* a symbol that is more than half of them */
+            check_weighted(channels, dtype, 256, 13, 0);  /* more entries than a register has */
+            check_weighted(channels, dtype, 256, 40, 0);  /* low bits */
             check_weighted(channels, dtype, 300 + 212 * (index % 2), 3, index % 3 * 2);
             check_weighted(channels, dtype, 100, 3, 0);
         }

@@ -14,6 +14,7 @@
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
+#include "codecs/kvrans/avx512_step.h"
 #include "quantize/avx512.h"
 
 /* ---- Transposition ------------------------------------------------------------------------------------------- */
@@ -48,55 +49,6 @@ TARGET static void tile_store(const uint8_t *tile, uint8_t *target, size_t strid
 }
 
 /* ---- Decode -------------------------------------------------------------------------------------------------- */
-
-struct registers {
-    __m512i index[4], frequency, start;
-};
-
-TARGET_INLINE struct registers registers_load(const struct ss_kvrans_table *table) {
-    struct registers loaded = {.frequency = _mm512_load_si512(table->frequency),
-                               .start = _mm512_load_si512(table->start)};
-    for (int part = 0; part < 4; part++) {
-        loaded.index[part] = _mm512_load_si512(table->index + 64 * part);
-    }
-    return loaded;
-}
-
-/* coded_load() loads 64 bytes into a register for sure: expanding them from memory is microcode on some CPUs. */
-TARGET_INLINE __m512i coded_load(const uint8_t *next) {
-    __m512i bytes = _mm512_loadu_si512(next);
-    __asm__("" : "+v"(bytes));
-    return bytes;
-}
-
-/* step() decodes one symbol for each of 64 lanes and returns their indices. */
-TARGET_INLINE __m512i step(const struct registers *table, __m512i *low, __m512i *high, __mmask64 active,
-                           const uint8_t **next) {
-    const __m512i bytes = _mm512_set1_epi16(0x00FF), upper = _mm512_set1_epi16((short)0xFF00);
-    __m512i index = _mm512_mask_blend_epi8(_mm512_movepi8_mask(*low),
-                                           _mm512_permutex2var_epi8(table->index[0], *low, table->index[1]),
-                                           _mm512_permutex2var_epi8(table->index[2], *low, table->index[3]));
-    __m512i frequency = _mm512_permutexvar_epi8(index, table->frequency);
-    __m512i offset = _mm512_sub_epi8(*low, _mm512_permutexvar_epi8(index, table->start));
-    __m512i even = _mm512_mullo_epi16(_mm512_and_si512(*high, bytes), _mm512_and_si512(frequency, bytes));
-    __m512i odd = _mm512_mulhi_epu16(_mm512_and_si512(*high, upper), _mm512_and_si512(frequency, upper));
-    __m512i new_low, new_high;
-    __mmask64 need;
-
-    even = _mm512_add_epi16(even, _mm512_and_si512(offset, bytes));
-    odd = _mm512_add_epi16(odd, _mm512_srli_epi16(offset, 8));
-    /* 0xF8: a | (b & c) */
-    new_high = _mm512_ternarylogic_epi64(_mm512_srli_epi16(even, 8), odd, upper, 0xF8);
-    new_low = _mm512_ternarylogic_epi64(_mm512_slli_epi16(odd, 8), even, bytes, 0xF8);
-    need = _mm512_mask_testn_epi8_mask(active, new_high, new_high);
-    new_high = _mm512_mask_mov_epi8(new_high, need, new_low);
-    new_low = _mm512_mask_expand_epi8(new_low, need, coded_load(*next));
-    *high =
-        _mm512_mask_mov_epi8(*high, active, new_high); /* a lane may be active in one group of rows, not in another */
-    *low = _mm512_mask_mov_epi8(*low, active, new_low);
-    *next += _mm_popcnt_u64(need);
-    return index;
-}
 
 /* low_bits_add() adds the low bits of a group's rows, which are in 'planes', 'plane_size' bytes apart. */
 TARGET_INLINE __m512i low_bits_add(__m512i value, const uint8_t *planes, size_t plane_size, size_t size,
@@ -138,20 +90,34 @@ struct shape {
     uint32_t groups;      /* of rows */
     uint32_t lane_groups; /* of lanes */
     uint32_t shift;
-    int range; /* values are one range, and there are no low bits */
-    int full;  /* there are no rows but whole groups */
-    int bare;  /* entries are wanted, not values; their shift is 0 or 1 */
+    int range;    /* values are one range, and there are no low bits */
+    int full;     /* there are no rows but whole groups */
+    int bare;     /* entries are wanted, not values; their shift is 0 or 1 */
+    enum fit fit; /* unless FIT_NOT, tables are in 'quarters'; then rows are full, and no entries wanted */
+    const struct quarters *quarters;
 };
 
 /* column_decode() decodes one column to 'tile'. */
 TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t column, struct states *states,
                                  struct shape shape, const uint8_t **next, uint8_t *tile) {
+    const size_t plane_size = (block->rows + 7) / 8;
+    const uint8_t *planes = block->planes + column * shape.shift * plane_size, *at = *next;
+
+    if (shape.fit != FIT_NOT) {
+        const struct quarter_registers quarters = quarters_load(&shape.quarters[block->column_table[column]]);
+        for (uint32_t group = 0; group < shape.groups; group++) {
+            const uint32_t lanes = group % shape.lane_groups;
+            const __m512i value =
+                quarters_step(&quarters, shape.fit == FIT_LARGE, &states->low[lanes], &states->high[lanes], &at);
+            _mm512_store_si512(tile + GROUP * group,
+                               low_bits_add(value, planes + 8 * group, plane_size, 8, shape.shift));
+        }
+        *next = at;
+        return;
+    }
     const struct registers table = registers_load(&block->tables[block->column_table[column]]);
     /* Symbol of each index; in a range, the first symbol. */
     const __m512i values = shape.range ? _mm512_set1_epi8((char)block->value[0]) : _mm512_load_si512(block->value);
-    const size_t plane_size = (block->rows + 7) / 8;
-    const uint8_t *planes = block->planes + column * shape.shift * plane_size;
-    const uint8_t *at = *next;
 
     for (uint32_t group = 0; group < shape.groups; group++) {
         const uint32_t lanes = group % shape.lane_groups;
@@ -198,7 +164,7 @@ TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block,
 /* The shapes that matter have code of their own: 256 rows, whose values are a range or have low bits. */
 #define COLUMNS_DECODE(name, groups, lane_groups, shift, range, full)                                                  \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, uint8_t *target, struct states *states) {   \
-        const struct shape shape = {groups, lane_groups, shift, range, full, 0};                                       \
+        const struct shape shape = {groups, lane_groups, shift, range, full, 0, FIT_NOT, NULL};                        \
         return columns_decode(block, target, states, shape);                                                           \
     }
 
@@ -435,7 +401,7 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
 #define ELEMENTS_DECODE(name, lane_groups, shift, range, bare)                                                         \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
                                       struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare};                                       \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare, FIT_NOT, NULL};                        \
         return elements_decode(block, making, states, shape);                                                          \
     }
 
@@ -644,33 +610,40 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define WEIGHTED_DECODE(name, lane_groups, shift, range)                                                               \
+#define WEIGHTED_DECODE(name, lane_groups, shift, range, fit)                                                          \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted,  \
-                                      struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0};                                          \
+                                      const struct quarters *quarters, struct states *states) {                        \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0, fit, quarters};                           \
         return weighted_decode(block, weighted, states, shape);                                                        \
     }
 
-WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1)
-WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1)
-WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1)
-WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0)
-WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0)
-WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0)
+WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_64_fit, 1, block->shift, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_128_fit, 2, block->shift, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_256_fit, 4, block->shift, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_64_large, 1, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_128_large, 2, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_256_large, 4, block->shift, 0, FIT_LARGE)
 
 TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted) {
-    const int range = is_range(block);
+    static enum ss_result (*const decoders[4][3])(const struct ss_kvrans_block *, const struct ss_kvrans_weighted *,
+                                                  const struct quarters *, struct states *) = {
+        {weighted_decode_64_low, weighted_decode_128_low, weighted_decode_256_low},
+        {weighted_decode_64, weighted_decode_128, weighted_decode_256},
+        {weighted_decode_64_fit, weighted_decode_128_fit, weighted_decode_256_fit},
+        {weighted_decode_64_large, weighted_decode_128_large, weighted_decode_256_large}};
+    struct quarters quarters[SS_KVRANS_TABLES_MAX];
+    const enum fit fit = quarters_all(block, quarters);
+    const int kind = fit == FIT_NOT ? is_range(block) : fit == FIT ? 2 : 3;
     struct states states = states_load(block);
-    enum ss_result result;
+    const enum ss_result result = decoders[kind][block->lanes / 128](block, weighted, quarters, &states);
 
-    if (block->lanes == 256) {
-        result = (range ? weighted_decode_256 : weighted_decode_256_low)(block, weighted, &states);
-    } else if (block->lanes == 128) {
-        result = (range ? weighted_decode_128 : weighted_decode_128_low)(block, weighted, &states);
-    } else {
-        result = (range ? weighted_decode_64 : weighted_decode_64_low)(block, weighted, &states);
-    }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
