@@ -105,6 +105,7 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
 
     if (shape.fit != FIT_NOT) {
         const struct quarter_registers quarters = quarters_load(&shape.quarters[block->column_table[column]]);
+#pragma GCC unroll 4 /* keeps states in registers */
         for (uint32_t group = 0; group < shape.groups; group++) {
             const uint32_t lanes = group % shape.lane_groups;
             const __m512i value =
@@ -623,12 +624,12 @@ WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1, FIT_NOT)
 WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0, FIT_NOT)
 WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0, FIT_NOT)
 WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_64_fit, 1, block->shift, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_128_fit, 2, block->shift, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_256_fit, 4, block->shift, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_64_large, 1, block->shift, 0, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_128_large, 2, block->shift, 0, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_256_large, 4, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_64_fit, 1, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_128_fit, 2, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_256_fit, 4, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_64_fit_low, 1, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_128_fit_low, 2, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_256_fit_low, 4, block->shift, 0, FIT_LARGE)
 
 TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted) {
@@ -637,10 +638,10 @@ TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block
         {weighted_decode_64_low, weighted_decode_128_low, weighted_decode_256_low},
         {weighted_decode_64, weighted_decode_128, weighted_decode_256},
         {weighted_decode_64_fit, weighted_decode_128_fit, weighted_decode_256_fit},
-        {weighted_decode_64_large, weighted_decode_128_large, weighted_decode_256_large}};
+        {weighted_decode_64_fit_low, weighted_decode_128_fit_low, weighted_decode_256_fit_low}};
     struct quarters quarters[SS_KVRANS_TABLES_MAX];
     const enum fit fit = quarters_all(block, quarters);
-    const int kind = fit == FIT_NOT ? is_range(block) : fit == FIT ? 2 : 3;
+    const int kind = fit == FIT_NOT ? is_range(block) : fit == FIT && block->shift == 0 ? 2 : 3;
     struct states states = states_load(block);
     const enum ss_result result = decoders[kind][block->lanes / 128](block, weighted, quarters, &states);
 
