@@ -572,6 +572,7 @@ ROWS_UNWEIGH(rows_unweigh_float16_64, 64, 1)
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {
+    enum { TOGETHER = 4 }; /* columns behind which rows are made: states leave their registers for that */
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};
@@ -597,8 +598,8 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
             if (input.next > input.end) {
                 return SS_BAD_DATA;
             }
-            if (first > 0) {
-                rows_make(&tiles[1 - side], rows_each * column, rows_each);
+            if (first > 0 && column % TOGETHER == TOGETHER - 1) {
+                rows_make(&tiles[1 - side], rows_each * (column + 1 - TOGETHER), rows_each * TOGETHER);
             }
             for (size_t group = 0; column % TILE_COLUMNS == TILE_COLUMNS - 1 && group < GROUPS; group++) {
                 tile_turn(decoded + GROUP * group,
