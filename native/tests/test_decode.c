@@ -318,7 +318,8 @@ static void check_weighted(struct ss_channels channels, enum ss_dtype dtype, siz
 
     channels_fill(length, channels.pairs);
     for (size_t index = 0; index < count; index++) {
-        const long symbol = lrint(random_bell() * spread);
+        const long even = random_below(2) == 0 ? (long)random_below(63) - 31 : 0; /* a table of many entries */
+        const long symbol = spread == 0 ? even : lrint(random_bell() * spread);
         symbols[index] = (uint8_t)(int8_t)(symbol > 127 ? 127 : symbol < -127 ? -127 : symbol);
     }
     CHECK(ss_compress(SS_CODEC_KVRANS, symbols, count, length, encoded, STREAM_MAX, &written) == SS_OK, "compress");
@@ -382,7 +383,10 @@ static void check_weighted_shapes(void) {
                 continue;
             }
             check_weighted(channels, dtype, 256, 3, 0);
-            check_weighted(channels, dtype, 256, 40, 0); /* low bits */
+            check_weighted(channels, dtype, 256, 0.4, 0); /* a symbol that is more than half of them */
+            check_weighted(channels, dtype, 256, 13, 0);  /* low bits */
+            check_weighted(channels, dtype, 256, 0, 0);   /* more entries than a register has */
+            check_weighted(channels, dtype, 256, 40, 0);  /* both */
             check_weighted(channels, dtype, 300 + 212 * (index % 2), 3, index % 3 * 2);
             check_weighted(channels, dtype, 100, 3, 0);
         }

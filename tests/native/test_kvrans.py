@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import kvrans_reader
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -76,6 +77,20 @@ def test_columns_make_it_smaller_than_deflate(bins: int, most: float) -> None:
     values = rng.normal(size=(256, 1024)) * rng.lognormal(0, 0.6, 1024) * limit / 5
     plain = np.clip(np.rint(values), -limit, limit).astype(np.int8).tobytes()
     assert len(native.compress(Codec.KVRANS, plain, 1024)) <= most * len(native.compress(Codec.DEFLATE, plain))
+
+
+def test_tables_have_few_entries_where_that_hardly_takes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four slots are looked up at once: a symbol with all four is one entry, any others are four."""
+    read, tables = kvrans_reader._table, list[kvrans_reader.Table]()
+    monkeypatch.setattr(kvrans_reader, "_table", lambda *bits: tables.append(read(*bits)) or tables[-1])
+    rng = np.random.default_rng(4)
+    plain = np.rint(rng.normal(size=(256, 192)) * 3 * rng.lognormal(0, 0.7, 192)).clip(-25, 25).astype(np.int8)
+    assert decode(native.compress(Codec.KVRANS, plain.tobytes(), 192), plain.size) == plain.tobytes()
+    assert len(tables) > 2
+    for table in tables:
+        fours = [table.index[slot : slot + 4] for slot in range(0, 256, 4)]
+        whole = {four[0] for four in fours if four[0] == four[3]}
+        assert len(whole) + 4 * sum(four[0] != four[3] for four in fours) <= 64
 
 
 def test_noise_is_stored() -> None:

@@ -276,9 +276,14 @@ TARGET_INLINE struct floats numbers_load(const float *source) {
 }
 
 TARGET_INLINE struct floats numbers_of(const int8_t *symbols) {
-    __m256i low = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)symbols));
-    __m256i high = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(symbols + 8)));
-    return (struct floats){_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+    const __m256i bits = _mm256_set1_epi32(SS_NUMBER_BITS);
+    const __m256i order = _mm256_setr_epi32(0x80800080, 0x80800180, 0x80800280, 0x80800380, 0x80800480, 0x80800580,
+                                            0x80800680, 0x80800780);
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)symbols));
+    const __m256i low = _mm256_shuffle_epi8(both, order);
+    const __m256i high = _mm256_shuffle_epi8(both, _mm256_add_epi32(order, _mm256_set1_epi32(0x0800)));
+    return (struct floats){_mm256_castsi256_ps(_mm256_xor_si256(low, bits)),
+                           _mm256_castsi256_ps(_mm256_xor_si256(high, bits))};
 }
 
 TARGET_INLINE struct floats numbers_multiply(struct floats a, struct floats b) {
@@ -318,9 +323,8 @@ TARGET_INLINE void round_float16(uint8_t *target, struct floats values, int stre
 }
 
 TARGET_INLINE void round_bfloat16(uint8_t *target, struct floats values, int streamed) {
-    const __m256i half = _mm256_set1_epi32(0x8000);
-    __m256i low = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(values.low), half), 16);
-    __m256i high = _mm256_srli_epi32(_mm256_add_epi32(_mm256_castps_si256(values.high), half), 16);
+    __m256i low = _mm256_srli_epi32(_mm256_castps_si256(values.low), 16);
+    __m256i high = _mm256_srli_epi32(_mm256_castps_si256(values.high), 16);
     half_store(target, _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8), streamed);
 }
 

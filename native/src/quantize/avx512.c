@@ -271,7 +271,12 @@ TARGET_INLINE __m512 numbers_load(const float *source) {
 }
 
 TARGET_INLINE __m512 numbers_of(const int8_t *symbols) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)symbols)));
+    const __m512i order = _mm512_set_epi32(0x80800F80, 0x80800E80, 0x80800D80, 0x80800C80, 0x80800B80, 0x80800A80,
+                                           0x80800980, 0x80800880, 0x80800780, 0x80800680, 0x80800580, 0x80800480,
+                                           0x80800380, 0x80800280, 0x80800180, 0x80800080);
+    const __m512i four = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)symbols));
+    const __m512i bits = _mm512_xor_si512(_mm512_shuffle_epi8(four, order), _mm512_set1_epi32(SS_NUMBER_BITS));
+    return _mm512_castsi512_ps(bits);
 }
 
 TARGET_INLINE __m512 numbers_multiply(__m512 a, __m512 b) {
@@ -309,8 +314,7 @@ TARGET_INLINE void round_float16(uint8_t *target, __m512 values, int streamed) {
 TARGET_INLINE void round_bfloat16(uint8_t *target, __m512 values, int streamed) {
     const __m512i upper = _mm512_set_epi16(31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 31, 29, 27,
                                            25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    __m512i bits = _mm512_add_epi32(_mm512_castps_si512(values), _mm512_set1_epi32(0x8000));
-    half_store(target, _mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, bits)), streamed);
+    half_store(target, _mm512_castsi512_si256(_mm512_permutexvar_epi16(upper, _mm512_castps_si512(values))), streamed);
 }
 
 TARGET_INLINE void round_float32(uint8_t *target, __m512 values, int streamed) {

@@ -331,10 +331,16 @@ static inline struct floats numbers_load(const float *source) {
 }
 
 static inline struct floats numbers_of(const int8_t *symbols) {
-    int8x16_t bytes = vld1q_s8(symbols);
-    int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
-    struct floats floats = {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
-                             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+    static const uint8_t order[16] = {255, 0, 255, 255, 255, 1, 255, 255, 255, 2, 255, 255, 255, 3, 255, 255};
+    const uint8x16_t bytes = vld1q_u8((const uint8_t *)symbols), first = vld1q_u8(order);
+    struct floats floats;
+
+    for (int part = 0; part < 4; part++) {
+        const uint8x16_t place =
+            vreinterpretq_u8_u32(vaddq_u32(vreinterpretq_u32_u8(first), vdupq_n_u32(0x400u * (uint32_t)part)));
+        const uint32x4_t byte = vreinterpretq_u32_u8(vqtbl1q_u8(bytes, place));
+        floats.part[part] = vreinterpretq_f32_u32(veorq_u32(byte, vdupq_n_u32(SS_NUMBER_BITS)));
+    }
     return floats;
 }
 
@@ -384,12 +390,11 @@ static inline void round_float16(uint8_t *target, struct floats values, int stre
 }
 
 static inline void round_bfloat16(uint8_t *target, struct floats values, int streamed) {
-    const uint32x4_t zero = vdupq_n_u32(0);
     (void)streamed;
     for (size_t half = 0; half < 2; half++) {
-        uint32x4_t low = vreinterpretq_u32_f32(values.part[2 * half]);
-        uint32x4_t high = vreinterpretq_u32_f32(values.part[2 * half + 1]);
-        store16x8(target, 8 * half, vraddhn_high_u32(vraddhn_u32(low, zero), high, zero));
+        const uint16x8_t low = vreinterpretq_u16_f32(values.part[2 * half]);
+        const uint16x8_t high = vreinterpretq_u16_f32(values.part[2 * half + 1]);
+        store16x8(target, 8 * half, vuzp2q_u16(low, high));
     }
 }
 

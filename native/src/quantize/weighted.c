@@ -147,12 +147,28 @@ enum ss_result ss_unweigh_begin(struct ss_weighted *slice, const struct ss_eleme
 
 void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, const uint8_t *symbols, size_t vector,
                 size_t count, int streamed) {
-    const size_t length = elements->vector_length, bytes = length * ss_dtype_size(elements->dtype);
+    enum { SPAN = 2 * SS_HEAD_MAX }; /* channels whose steps and centres are scaled at a time: whole heads */
+    const size_t length = elements->vector_length, size = ss_dtype_size(elements->dtype);
+    const size_t span = slice->by.pairs != 0 ? SPAN / slice->by.head * slice->by.head : SPAN;
+    float steps[SPAN], centres[SS_SHIFTS][SPAN];
+    struct ss_weighing by = slice->by;
 
-    for (; count > 0; count--, vector++, symbols += length) {
-        slice_at(slice, vector);
-        slice->kernels->unweigh[elements->dtype](&slice->by, (const int8_t *)symbols,
-                                                 (uint8_t *)elements->target + vector * bytes, streamed);
+    for (size_t first = 0; first < length; first += span) {
+        by.length = length - first < span ? length - first : span;
+        by.head = by.pairs != 0 ? by.head : by.length;
+        by.steps = steps;
+        for (size_t shift = 0; shift < SS_SHIFTS && shift < count; shift++) {
+            const size_t row = (vector + shift) % SS_SHIFTS;
+            ss_weighing_scale(elements->dtype, slice->by.steps + first, slice->centres + row * slice->shift + first,
+                              by.length, steps, centres[row]);
+        }
+        for (size_t index = 0; index < count; index++) {
+            slice_at(slice, vector + index);
+            by.centres = centres[(vector + index) % SS_SHIFTS];
+            slice->kernels->unweigh[elements->dtype](
+                &by, (const int8_t *)symbols + index * length + first,
+                (uint8_t *)elements->target + ((vector + index) * length + first) * size, streamed);
+        }
     }
 }
 
@@ -164,15 +180,6 @@ void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *e
     for (size_t index = 0; index < slice->exact; index++) {
         memcpy((uint8_t *)elements->target + ss_load16(side + NAMES, index) * bytes,
                side + names_bytes(slice->exact) + index * bytes, bytes);
-    }
-}
-
-void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles) {
-    const size_t pairs = slice->by.pairs;
-
-    for (; pairs != 0 && count > 0; count--, vector++, angles += 2 * pairs) {
-        slice->kernels->angles(slice->first, slice->channels->turns + 2 * pairs * vector, pairs, angles,
-                               angles + pairs);
     }
 }
 

@@ -46,9 +46,6 @@ void ss_unweigh(struct ss_weighted *slice, const struct ss_elements *elements, c
                 size_t count, int streamed);
 void ss_unweigh_end(const struct ss_weighted *slice, const struct ss_elements *elements);
 
-/* ss_unweigh_angles() makes the angles of 'count' vectors from 'vector' on: of each, all cosines, then all sines. */
-void ss_unweigh_angles(const struct ss_weighted *slice, size_t vector, size_t count, float *angles);
-
 /*
  * ss_rotate() rotates a pair of channels by its angle, ss_rotate_back() back. The second product is not rounded before
  * it is added: every instruction set that has kernels can do so.
@@ -63,26 +60,54 @@ static inline void ss_rotate_back(float cosine, float sine, float *first, float 
     ss_rotate(cosine, -sine, first, second);
 }
 
-/* What an element is stored as here: bfloat16 halves are rounded up, where other kernels' go to the even neighbour. */
+/* What an element is stored as here; see ss_weighing_scale() for bfloat16. */
 static inline void ss_float16_round(void *target, size_t index, float value) {
     ss_float16_store(target, index, value);
 }
 
 static inline void ss_bfloat16_round(void *target, size_t index, float value) {
-    ss_store16(target, index, (uint16_t)((ss_bits_of_float(value) + 0x8000) >> 16));
+    ss_store16(target, index, (uint16_t)(ss_bits_of_float(value) >> 16));
 }
 
 static inline void ss_float32_round(void *target, size_t index, float value) {
     ss_float32_store(target, index, value);
 }
 
-/* Numbers that 'most' is a quarter of the largest of, so that the rounded element, rotated, cannot overflow. */
+/* The most that an element and a step may add up to, so that nothing that is computed of them overflows. */
 #define SS_MOST_FLOAT16 0x1p14f
-#define SS_MOST_FLOAT32 0x1p125f
+#define SS_MOST_FLOAT32 0x1p109f
 
-/* ss_value() is the number that a symbol of a channel stands for. */
+/*
+ * A symbol becomes a number as a byte in the mantissa of 1: (32768 + 128 + symbol) / 32768, which costs vector kernels
+ * one instruction. So elements are made of steps that are 32768 times as large, and of centres without the 32896 steps.
+ * bfloat16 is the upper half of a float32, without any rounding: all numbers are larger by a 384th instead, by half to
+ * all of what rounding adds on average. An element is within two thirds of its last place then, and those that bfloat16
+ * has stay what they are.
+ */
+#define SS_NUMBER_BITS 0x3F808000u /* of 1, and of 128, which makes the symbol positive */
+#define SS_NUMBER_STEPS 0x1p15f
+#define SS_NUMBER_OFFSET 32896.0f
+
+static inline float ss_round_factor(enum ss_dtype dtype) {
+    return dtype == SS_DTYPE_BFLOAT16 ? 1.0f + 1.0f / 384 : 1.0f;
+}
+
+/* ss_weighing_scale() makes such steps and centres of 'count' channels. */
+static inline void ss_weighing_scale(enum ss_dtype dtype, const float *steps, const float *centres, size_t count,
+                                     float *scaled_steps, float *scaled_centres) {
+    const float factor = ss_round_factor(dtype);
+
+    for (size_t channel = 0; channel < count; channel++) {
+        const float step = steps[channel] * factor;
+        scaled_steps[channel] = step * SS_NUMBER_STEPS;
+        scaled_centres[channel] = centres[channel] * factor - step * SS_NUMBER_OFFSET;
+    }
+}
+
+/* ss_value() is the number that a symbol of a channel stands for, by such a step and centre. */
 static inline float ss_value(const struct ss_weighing *by, const int8_t *symbols, size_t channel) {
-    return fmaf((float)symbols[channel], by->steps[channel], by->centres[channel]);
+    const float number = ss_float_of_bits(SS_NUMBER_BITS ^ (uint32_t)(uint8_t)symbols[channel] << 8);
+    return fmaf(number, by->steps[channel], by->centres[channel]);
 }
 
 /*

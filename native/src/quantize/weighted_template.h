@@ -5,7 +5,7 @@
  * Both channels of a rotated pair stay in registers. A file of one instruction set includes this after it has defined
  * what kernel_template.h asks for, the type NUMBERS of 16 numbers, and
  *
- *   numbers_load(source), numbers_of(symbols)   16 numbers, or those of 16 symbols
+ *   numbers_load(source), numbers_of(symbols)   16 numbers, or those of 16 symbols (SS_NUMBER_BITS)
  *   numbers_multiply(a, b), numbers_add_product(sum, a, b), numbers_subtract_product(sum, a, b)
  *   numbers_symbols(numbers, steps, centres, most, symbols)   see ss_number_symbol()
  *   round_DTYPE(target, numbers, streamed)      16 elements, past the caches if 'streamed' and the target is aligned

@@ -14,6 +14,8 @@
 #include <string.h>
 
 #include "codecs/kvrans/avx512.h"
+#include "codecs/kvrans/avx512_rows.h"
+#include "codecs/kvrans/avx512_step.h"
 #include "quantize/avx512.h"
 
 /* ---- Transposition ------------------------------------------------------------------------------------------- */
@@ -48,55 +50,6 @@ TARGET static void tile_store(const uint8_t *tile, uint8_t *target, size_t strid
 }
 
 /* ---- Decode -------------------------------------------------------------------------------------------------- */
-
-struct registers {
-    __m512i index[4], frequency, start;
-};
-
-TARGET_INLINE struct registers registers_load(const struct ss_kvrans_table *table) {
-    struct registers loaded = {.frequency = _mm512_load_si512(table->frequency),
-                               .start = _mm512_load_si512(table->start)};
-    for (int part = 0; part < 4; part++) {
-        loaded.index[part] = _mm512_load_si512(table->index + 64 * part);
-    }
-    return loaded;
-}
-
-/* coded_load() loads 64 bytes into a register for sure: expanding them from memory is microcode on some CPUs. */
-TARGET_INLINE __m512i coded_load(const uint8_t *next) {
-    __m512i bytes = _mm512_loadu_si512(next);
-    __asm__("" : "+v"(bytes));
-    return bytes;
-}
-
-/* step() decodes one symbol for each of 64 lanes and returns their indices. */
-TARGET_INLINE __m512i step(const struct registers *table, __m512i *low, __m512i *high, __mmask64 active,
-                           const uint8_t **next) {
-    const __m512i bytes = _mm512_set1_epi16(0x00FF), upper = _mm512_set1_epi16((short)0xFF00);
-    __m512i index = _mm512_mask_blend_epi8(_mm512_movepi8_mask(*low),
-                                           _mm512_permutex2var_epi8(table->index[0], *low, table->index[1]),
-                                           _mm512_permutex2var_epi8(table->index[2], *low, table->index[3]));
-    __m512i frequency = _mm512_permutexvar_epi8(index, table->frequency);
-    __m512i offset = _mm512_sub_epi8(*low, _mm512_permutexvar_epi8(index, table->start));
-    __m512i even = _mm512_mullo_epi16(_mm512_and_si512(*high, bytes), _mm512_and_si512(frequency, bytes));
-    __m512i odd = _mm512_mulhi_epu16(_mm512_and_si512(*high, upper), _mm512_and_si512(frequency, upper));
-    __m512i new_low, new_high;
-    __mmask64 need;
-
-    even = _mm512_add_epi16(even, _mm512_and_si512(offset, bytes));
-    odd = _mm512_add_epi16(odd, _mm512_srli_epi16(offset, 8));
-    /* 0xF8: a | (b & c) */
-    new_high = _mm512_ternarylogic_epi64(_mm512_srli_epi16(even, 8), odd, upper, 0xF8);
-    new_low = _mm512_ternarylogic_epi64(_mm512_slli_epi16(odd, 8), even, bytes, 0xF8);
-    need = _mm512_mask_testn_epi8_mask(active, new_high, new_high);
-    new_high = _mm512_mask_mov_epi8(new_high, need, new_low);
-    new_low = _mm512_mask_expand_epi8(new_low, need, coded_load(*next));
-    *high =
-        _mm512_mask_mov_epi8(*high, active, new_high); /* a lane may be active in one group of rows, not in another */
-    *low = _mm512_mask_mov_epi8(*low, active, new_low);
-    *next += _mm_popcnt_u64(need);
-    return index;
-}
 
 /* low_bits_add() adds the low bits of a group's rows, which are in 'planes', 'plane_size' bytes apart. */
 TARGET_INLINE __m512i low_bits_add(__m512i value, const uint8_t *planes, size_t plane_size, size_t size,
@@ -138,20 +91,35 @@ struct shape {
     uint32_t groups;      /* of rows */
     uint32_t lane_groups; /* of lanes */
     uint32_t shift;
-    int range; /* values are one range, and there are no low bits */
-    int full;  /* there are no rows but whole groups */
-    int bare;  /* entries are wanted, not values; their shift is 0 or 1 */
+    int range;    /* values are one range, and there are no low bits */
+    int full;     /* there are no rows but whole groups */
+    int bare;     /* entries are wanted, not values; their shift is 0 or 1 */
+    enum fit fit; /* unless FIT_NOT, tables are in 'quarters'; then rows are full, and no entries wanted */
+    const struct quarters *quarters;
 };
 
 /* column_decode() decodes one column to 'tile'. */
 TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t column, struct states *states,
                                  struct shape shape, const uint8_t **next, uint8_t *tile) {
+    const size_t plane_size = (block->rows + 7) / 8;
+    const uint8_t *planes = block->planes + column * shape.shift * plane_size, *at = *next;
+
+    if (shape.fit != FIT_NOT) {
+        const struct quarter_registers quarters = quarters_load(&shape.quarters[block->column_table[column]]);
+#pragma GCC unroll 4 /* keeps states in registers */
+        for (uint32_t group = 0; group < shape.groups; group++) {
+            const uint32_t lanes = group % shape.lane_groups;
+            const __m512i value =
+                quarters_step(&quarters, shape.fit == FIT_LARGE, &states->low[lanes], &states->high[lanes], &at);
+            _mm512_store_si512(tile + GROUP * group,
+                               low_bits_add(value, planes + 8 * group, plane_size, 8, shape.shift));
+        }
+        *next = at;
+        return;
+    }
     const struct registers table = registers_load(&block->tables[block->column_table[column]]);
     /* Symbol of each index; in a range, the first symbol. */
     const __m512i values = shape.range ? _mm512_set1_epi8((char)block->value[0]) : _mm512_load_si512(block->value);
-    const size_t plane_size = (block->rows + 7) / 8;
-    const uint8_t *planes = block->planes + column * shape.shift * plane_size;
-    const uint8_t *at = *next;
 
     for (uint32_t group = 0; group < shape.groups; group++) {
         const uint32_t lanes = group % shape.lane_groups;
@@ -198,7 +166,7 @@ TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block,
 /* The shapes that matter have code of their own: 256 rows, whose values are a range or have low bits. */
 #define COLUMNS_DECODE(name, groups, lane_groups, shift, range, full)                                                  \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, uint8_t *target, struct states *states) {   \
-        const struct shape shape = {groups, lane_groups, shift, range, full, 0};                                       \
+        const struct shape shape = {groups, lane_groups, shift, range, full, 0, FIT_NOT, NULL};                        \
         return columns_decode(block, target, states, shape);                                                           \
     }
 
@@ -435,7 +403,7 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
 #define ELEMENTS_DECODE(name, lane_groups, shift, range, bare)                                                         \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
                                       struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare};                                       \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare, FIT_NOT, NULL};                        \
         return elements_decode(block, making, states, shape);                                                          \
     }
 
@@ -494,117 +462,11 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
 
 /* ---- Decode to elements of 'weighted' ------------------------------------------------------------------------ */
 
-/* Where 16 symbols of a row are in tiles that tile_turn() turned, each of 64 rows and 64 columns. */
-enum { TILE_SIZE = GROUP * TILE_COLUMNS };
-
-/* tile_turn() turns the bytes of 64 columns of 64 rows, but leaves each row in quarters, as lanes_transpose() does. */
-TARGET static void tile_turn(const uint8_t *tile, uint8_t *turned) {
-    for (size_t quarter = 0; quarter < 4; quarter++) {
-        __m512i lines[16];
-        for (size_t index = 0; index < 16; index++) {
-            lines[index] = _mm512_load_si512(tile + (quarter * 16 + index) * SS_KVRANS_ROWS_MAX);
-        }
-        lanes_transpose(lines);
-        for (size_t index = 0; index < 16; index++) {
-            _mm512_store_si512(turned + (index * 4 + quarter) * 64, lines[index]);
-        }
-    }
-}
-
-/*
- * A tile of whole heads. What its rows are made of is copied here, because it need not be aligned elsewhere; and all of
- * it is written long before it is read, as a load of what is still on its way to the cache waits behind the elements.
- */
-struct tile {
-    _Alignas(64) uint8_t turned[SS_KVRANS_WIDTH_MAX * SS_KVRANS_ROWS_MAX];
-    float steps[SS_KVRANS_WIDTH_MAX], centres[SS_SHIFTS][SS_KVRANS_WIDTH_MAX];
-    const float *angles; /* of the block's first row */
-    uint8_t *target;
-    size_t pitch;
-};
-
-static void tile_begin(struct tile *tile, const struct ss_kvrans_weighted *weighted, size_t column) {
-    const struct ss_weighted *slice = weighted->slice;
-
-    memcpy(tile->steps, slice->by.steps + column, weighted->width * sizeof(float));
-    for (size_t row = 0; row < SS_SHIFTS; row++) {
-        const float *centres = slice->centres + (weighted->vector + row) % SS_SHIFTS * slice->shift;
-        memcpy(tile->centres[row], centres + column, weighted->width * sizeof(float));
-    }
-    tile->angles = weighted->angles;
-    tile->pitch = 2 * slice->by.length;
-    tile->target = (uint8_t *)weighted->elements->target + weighted->vector * tile->pitch + 2 * column;
-}
-
-/* numbers_of() are those of 16 columns of a row, as quantize/weighted.h computes them. */
-TARGET_INLINE __m512 numbers_of(const struct tile *tile, const uint8_t *symbols, size_t row, size_t column) {
-    const uint8_t *place = symbols + column / TILE_COLUMNS * TILE_SIZE + column % TILE_COLUMNS * 4;
-    const __m512i wide = _mm512_cvtepi8_epi32(_mm_load_si128((const __m128i *)(const void *)place));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(wide), _mm512_load_ps(tile->steps + column),
-                           _mm512_load_ps(tile->centres[row % SS_SHIFTS] + column));
-}
-
-/* rounded_stream() writes 32 elements past the caches. */
-TARGET_INLINE void rounded_stream(int half, __m512 low, __m512 high, uint8_t *target) {
-    const __m512i rounding = _mm512_set1_epi32(0x8000);
-    const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33, 31, 29, 27,
-                                           25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-    __m512i line;
-
-    if (half) {
-        line = _mm512_inserti64x4(_mm512_castsi256_si512(ss_float16_of_16(low)), ss_float16_of_16(high), 1);
-    } else {
-        line = _mm512_permutex2var_epi16(_mm512_add_epi32(_mm512_castps_si512(low), rounding), upper,
-                                         _mm512_add_epi32(_mm512_castps_si512(high), rounding));
-    }
-    _mm512_stream_si512((void *)target, line);
-}
-
-/* rows_unweigh() makes elements of rows of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
-TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
-    const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
-
-    for (; count > 0; count--, row++) {
-        const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
-        const float *angles = tile->angles + 2 * pairs * row;
-        uint8_t *target = tile->target + row * tile->pitch;
-        for (size_t at = 0; at < pairs; at += 32) {
-            __m512 first[2], second[2];
-            for (size_t part = 0; part < 2; part++) {
-                const size_t one = at + 16 * part, other = one + pairs;
-                const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
-                const __m512 cosine = _mm512_load_ps(angles + one), sine = _mm512_load_ps(angles + other);
-                first[part] = _mm512_fnmadd_ps(b, sine, _mm512_mul_ps(a, cosine));
-                second[part] = _mm512_fmadd_ps(a, sine, _mm512_mul_ps(b, cosine));
-            }
-            rounded_stream(half, first[0], first[1], target + 2 * at);
-            rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
-        }
-        for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
-            rounded_stream(half, numbers_of(tile, symbols, row, at), numbers_of(tile, symbols, row, at + 16),
-                           target + 2 * at);
-        }
-    }
-}
-
-typedef void (*rows_maker)(const struct tile *tile, size_t row, size_t count);
-
-#define ROWS_UNWEIGH(name, pairs, half)                                                                                \
-    TARGET static void name(const struct tile *tile, size_t row, size_t count) {                                       \
-        rows_unweigh(tile, row, count, pairs, half);                                                                   \
-    }
-
-ROWS_UNWEIGH(rows_unweigh_bfloat16_0, 0, 0)
-ROWS_UNWEIGH(rows_unweigh_bfloat16_32, 32, 0)
-ROWS_UNWEIGH(rows_unweigh_bfloat16_64, 64, 0)
-ROWS_UNWEIGH(rows_unweigh_float16_0, 0, 1)
-ROWS_UNWEIGH(rows_unweigh_float16_32, 32, 1)
-ROWS_UNWEIGH(rows_unweigh_float16_64, 64, 1)
-
 /* weighted_decode() is elements_decode() with tiles that are as wide as whole heads. */
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {
+    enum { TOGETHER = 4 }; /* columns behind which rows are made: states leave their registers for that */
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};
@@ -626,12 +488,12 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
             coded_prefetch(input.next);
             next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
             column_decode(block, first + column, &states, shape, &input.next,
-                          decoded + (size_t)(column % TILE_COLUMNS) * SS_KVRANS_ROWS_MAX);
+                          decoded + (size_t)parted_place(column % TILE_COLUMNS) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end) {
                 return SS_BAD_DATA;
             }
-            if (first > 0) {
-                rows_make(&tiles[1 - side], rows_each * column, rows_each);
+            if (first > 0 && column % TOGETHER == TOGETHER - 1) {
+                rows_make(&tiles[1 - side], rows_each * (column + 1 - TOGETHER), rows_each * TOGETHER);
             }
             for (size_t group = 0; column % TILE_COLUMNS == TILE_COLUMNS - 1 && group < GROUPS; group++) {
                 tile_turn(decoded + GROUP * group,
@@ -644,33 +506,49 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define WEIGHTED_DECODE(name, lane_groups, shift, range)                                                               \
+#define WEIGHTED_DECODE(name, lane_groups, shift, range, fit)                                                          \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted,  \
-                                      struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0};                                          \
+                                      const struct quarters *quarters, struct states *states) {                        \
+        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0, fit, quarters};                           \
         return weighted_decode(block, weighted, states, shape);                                                        \
     }
 
-WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1)
-WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1)
-WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1)
-WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0)
-WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0)
-WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0)
+WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_64_fit, 1, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_128_fit, 2, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_256_fit, 4, 0, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_64_fit_low, 1, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_128_fit_low, 2, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_256_fit_low, 4, block->shift, 0, FIT_LARGE)
 
-TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *block,
+TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *given,
                                              const struct ss_kvrans_weighted *weighted) {
-    const int range = is_range(block);
-    struct states states = states_load(block);
+    static enum ss_result (*const decoders[4][3])(const struct ss_kvrans_block *, const struct ss_kvrans_weighted *,
+                                                  const struct quarters *, struct states *) = {
+        {weighted_decode_64_low, weighted_decode_128_low, weighted_decode_256_low},
+        {weighted_decode_64, weighted_decode_128, weighted_decode_256},
+        {weighted_decode_64_fit, weighted_decode_128_fit, weighted_decode_256_fit},
+        {weighted_decode_64_fit_low, weighted_decode_128_fit_low, weighted_decode_256_fit_low}};
+    struct ss_kvrans_block shifted = *given;
+    const struct ss_kvrans_block *block = &shifted;
+    struct quarters quarters[SS_KVRANS_TABLES_MAX];
+    enum fit fit;
     enum ss_result result;
+    struct states states = states_load(block);
+    int kind;
 
-    if (block->lanes == 256) {
-        result = (range ? weighted_decode_256 : weighted_decode_256_low)(block, weighted, &states);
-    } else if (block->lanes == 128) {
-        result = (range ? weighted_decode_128 : weighted_decode_128_low)(block, weighted, &states);
-    } else {
-        result = (range ? weighted_decode_64 : weighted_decode_64_low)(block, weighted, &states);
+    for (size_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
+        shifted.value[index] ^= 0x80; /* numbers_of() takes symbols plus 128 */
     }
+    angles_make(weighted);
+    fit = quarters_all(block, quarters);
+    kind = fit == FIT_NOT ? is_range(block) : fit == FIT && block->shift == 0 ? 2 : 3;
+    result = decoders[kind][block->lanes / 128](block, weighted, quarters, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 

@@ -231,6 +231,7 @@ static uint64_t block_plan(const struct ss_kvrans_kernels *kernels, struct ss_kv
     while (ss_kvrans_shift_more(&encoder->logs, cells, &encoder->alphabet, &encoder->tables)) {
         continue;
     }
+    ss_kvrans_tables_align(&encoder->logs, encoder->alphabet.count, &encoder->tables);
     return encoder->tables.coded_bits / 8 + cells * encoder->alphabet.shift / 8;
 }
 

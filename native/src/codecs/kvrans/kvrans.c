@@ -503,7 +503,6 @@ static enum ss_result weighted_elements(struct reader *reader, struct ss_kvrans_
         block_ahead(&block, next, row, elements->vectors);
         if (stored == NULL && ss_kvrans_elements_fit(&block, elements->target)) {
             weighted.vector = row;
-            ss_unweigh_angles(&slice, row, block.rows, decoder->angles);
             result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &weighted);
         } else {
             result = block_decode(&block, stored, symbols);

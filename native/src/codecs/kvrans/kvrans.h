@@ -99,7 +99,7 @@ struct ss_kvrans_making {
 struct ss_kvrans_weighted {
     const struct ss_weighted *slice;
     const struct ss_elements *elements; /* of 16 bits; of the slice */
-    const float *angles;                /* of the block's rows, aligned to 64 bytes; see ss_unweigh_angles() */
+    float *angles;                      /* room for the angles of the block's rows, aligned to 64 bytes */
     size_t vector;                      /* of the slice: the block's first row */
     uint32_t width;                     /* columns that are whole heads: SS_KVRANS_GROUP or SS_KVRANS_WIDTH_MAX */
 };

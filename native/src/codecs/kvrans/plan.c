@@ -23,6 +23,8 @@ enum {
     COST_NEVER = 0x3FFF,      /* of every symbol in a group that does not exist */
     TABLE_BITS_OF_SYMBOL = 5, /* a coded frequency, about */
     BUCKETS = 256,
+    LARGE_MOST = 8,      /* slots that a symbol of whole quarters has, at first */
+    ALIGNED_SHARE = 128, /* of the bits: what aligned tables may cost */
 };
 
 /* ---- Logarithms ---------------------------------------------------------------------------------------------- */
@@ -520,5 +522,120 @@ void ss_kvrans_tables_choose(const struct ss_kvrans_kernels *kernels, const stru
     for (uint32_t group = 0; group < groups.count; group++) {
         frequencies_make(groups.totals[group], groups.sums[group], index_count, tables->frequency[group]);
         tables->coded_bits += coded_bits(logs, groups.totals[group], tables->frequency[group], index_count);
+    }
+}
+
+/* ---- Few entries --------------------------------------------------------------------------------------------- */
+
+/* run_align() makes the sum of frequencies from 'first' to before 'end', none of them over 255, a multiple of 4. */
+static uint32_t run_align(const uint32_t *totals, uint32_t first, uint32_t end, uint32_t sum, uint32_t *frequency) {
+    uint32_t symbols = 0, wanted = (sum + 2) / 4 * 4;
+
+    while (frequency[first] == 0) {
+        first++;
+    }
+    for (uint32_t index = first; index < end; index++) {
+        symbols += frequency[index] != 0;
+    }
+    wanted = wanted < symbols ? wanted + 4 : wanted;
+    while (sum != wanted) {
+        const int up = sum < wanted;
+        uint64_t best = 0;
+        uint32_t chosen = first;
+        for (uint32_t index = first; index < end; index++) {
+            const uint64_t worth = worth_of(totals[index], frequency[index], up);
+            if (up ? worth > best : worth - 1 < best - 1) { /* 0 less one is the most of all */
+                best = worth;
+                chosen = index;
+            }
+        }
+        frequency[chosen] += up ? 1 : (uint32_t)-1;
+        sum += up ? 1 : (uint32_t)-1;
+    }
+    return sum;
+}
+
+/* fours_adjust() adds or removes four slots, again and again, until there are SS_KVRANS_SLOTS. Returns whether it can.
+ */
+static int fours_adjust(const uint32_t *totals, uint32_t index_count, const uint8_t *before, uint32_t large,
+                        uint32_t slots, uint32_t *frequency) {
+    while (slots != SS_KVRANS_SLOTS) {
+        const int up = slots < SS_KVRANS_SLOTS;
+        uint64_t best = 0;
+        uint32_t chosen = 0;
+        for (uint32_t index = 0; index < index_count; index++) {
+            const uint32_t its = frequency[index], around = up ? its + 2 : its - 2;
+            uint64_t worth;
+            if (before[index] < large || (up ? its >= SS_KVRANS_SLOTS - 4 : its <= 4)) {
+                continue;
+            }
+            worth = ((uint64_t)totals[index] << 20) / around + 1;
+            if (best == 0 || (up ? worth > best : worth < best)) {
+                best = worth;
+                chosen = index;
+            }
+        }
+        if (best == 0) {
+            return 0;
+        }
+        frequency[chosen] += up ? 4 : (uint32_t)-4;
+        slots += up ? 4 : (uint32_t)-4;
+    }
+    return 1;
+}
+
+/*
+ * frequencies_align() makes frequencies of at least 'large' slots, and sums of smaller ones between them, multiples of
+ * 4. Returns 0 where it cannot, or where more than SS_KVRANS_INDEX_MAX entries are left: a large symbol has one, and a
+ * small one has one for each of its slots.
+ */
+static int frequencies_align(const uint32_t *totals, uint32_t index_count, uint32_t large, const uint8_t *before,
+                             uint8_t *after) {
+    uint32_t frequency[SS_KVRANS_INDEX_MAX] = {0}, slots = 0, entries = 0, run = 0, run_sum = 0;
+
+    for (uint32_t index = 0; index <= index_count; index++) {
+        const uint32_t its = index < index_count ? before[index] : SS_KVRANS_SLOTS;
+        if (its < large) {
+            frequency[index] = its;
+            run_sum += its;
+            continue;
+        }
+        run_sum = run_sum != 0 ? run_align(totals, run, index, run_sum, frequency) : 0;
+        slots += run_sum;
+        entries += run_sum;
+        run_sum = 0;
+        run = index + 1;
+        if (index < index_count) {
+            frequency[index] = its < 6 ? 4 : its < SS_KVRANS_SLOTS - 4 ? (its + 2) / 4 * 4 : SS_KVRANS_SLOTS - 4;
+            slots += frequency[index];
+            entries++;
+        }
+    }
+    if (entries > SS_KVRANS_INDEX_MAX || !fours_adjust(totals, index_count, before, large, slots, frequency)) {
+        return 0;
+    }
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
+        after[index] = (uint8_t)frequency[index];
+    }
+    return 1;
+}
+
+void ss_kvrans_tables_align(const struct ss_kvrans_logs *logs, uint32_t index_count, struct ss_kvrans_tables *tables) {
+    uint8_t aligned[SS_KVRANS_TABLES_MAX][SS_KVRANS_INDEX_MAX];
+    uint64_t bits = 0;
+
+    for (uint32_t table = 0; table < tables->count; table++) {
+        const uint32_t *totals = tables->totals[table];
+        uint32_t large = LARGE_MOST;
+        while (!frequencies_align(totals, index_count, large, tables->frequency[table], aligned[table])) {
+            if (--large == 0) {
+                return;
+            }
+        }
+        bits += coded_bits(logs, totals, aligned[table], index_count);
+    }
+    if (bits <= tables->coded_bits + tables->coded_bits / ALIGNED_SHARE) {
+        memcpy(tables->frequency, aligned, sizeof aligned);
+        tables->coded_bits = bits;
     }
 }

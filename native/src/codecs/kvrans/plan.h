@@ -45,4 +45,10 @@ void ss_kvrans_tables_choose(const struct ss_kvrans_kernels *kernels, const stru
 int ss_kvrans_shift_more(const struct ss_kvrans_logs *logs, uint64_t cells, struct ss_kvrans_alphabet *alphabet,
                          struct ss_kvrans_tables *tables);
 
+/*
+ * ss_kvrans_tables_align() changes the frequencies a little where kernels that look up four slots at once (see
+ * avx512_step.h) can then decode with all of a block's tables, and that hardly takes more bits.
+ */
+void ss_kvrans_tables_align(const struct ss_kvrans_logs *logs, uint32_t index_count, struct ss_kvrans_tables *tables);
+
 #endif /* SS_KVRANS_PLAN_H */
