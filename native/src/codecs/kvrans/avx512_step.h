@@ -5,7 +5,7 @@
  * Any table is looked up by slots: four registers hold the index of each. Most tables have few places where a symbol
  * begins or ends inside of four aligned slots, a quarter of a register's bytes. Then a look-up by a slot's upper six
  * bits, in one register, gives an entry: that of the symbol which has all four slots, or the first of four entries, one
- * a slot. What a table says is looked up by entry.
+ * a slot. Frequencies, starts and values are looked up by entry.
  */
 #ifndef SS_KVRANS_AVX512_STEP_H
 #define SS_KVRANS_AVX512_STEP_H
