@@ -37,8 +37,8 @@ GENERATED: Final = 110
 _REQUESTS: Final = 50
 """Number of requests for one seed."""
 _DEADLINES: Final = {
-    "shadowserve.fetch_timeout_s": 2.0,
-    "shadowserve.lookup_timeout_s": 1.0,
+    "fetch_timeout_s": 2.0,
+    "lookup_timeout_s": 1.0,
     "store_timeout_s": 2.0,
     "connect_timeout_s": 2.0,
 }

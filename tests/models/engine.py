@@ -27,8 +27,8 @@ BLOCK: Final = 32
 # An engine in the same process can delay the scripted data plane for seconds, and so can the machine.
 PATIENT: Final = {
     "connect_timeout_s": WAIT_MAX_S,
-    "shadowserve.fetch_timeout_s": WAIT_MAX_S,
-    "shadowserve.lookup_timeout_s": WAIT_MAX_S,
+    "fetch_timeout_s": WAIT_MAX_S,
+    "lookup_timeout_s": WAIT_MAX_S,
     "store_timeout_s": WAIT_MAX_S,
     "close_timeout_s": WAIT_MAX_S,
 }
