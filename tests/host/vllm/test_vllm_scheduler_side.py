@@ -106,13 +106,6 @@ def test_text_before_an_image_is_offered_from_a_prompt_without_one(scene: Scene)
     assert scene.matched() == 2 * CHUNK
 
 
-def test_fewest_hits_of_any_rank_count(make_scene: Callable[..., Scene], plane: ScriptedDataPlane) -> None:
-    scene = make_scene(ranks=2)
-    plane.records.update(dict.fromkeys([*keys(0, TOKENS), keys(1, TOKENS)[0]], b""))
-    scene.arrive()
-    assert scene.matched() == CHUNK
-
-
 def test_preempted_request_is_looked_up_again(scene: Scene, plane: ScriptedDataPlane) -> None:
     request = scene.arrive()
     assert scene.matched() == 0
