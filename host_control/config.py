@@ -1,7 +1,7 @@
 """Section ``host`` of the configuration.
 
-vLLM users may also write its keys into ``kv_connector_extra_config``, plain (``"quantizer"``) or dotted
-(``"shadowserve.quantizer"``). These values have priority over environment and file.
+vLLM users may also write its keys into ``kv_connector_extra_config``. These values have priority over environment and
+file.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,12 @@ from shadowserve.addresses import is_loopback, split_address
 from shadowserve.calibration import PRESETS
 from shadowserve.chunk import TOKENS_MAX
 from shadowserve.config import Section
-from shadowserve.errors import ConfigurationError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.sizes import ByteSize
 from shadowserve.spans import OtlpEndpoint
 from shadowserve.tls import Credentials, check_pair
 
-_DOTTED: Final = "shadowserve."
 _MIB: Final = 1 << 20
 _BUFFER_MAX: Final = 8192 * _MIB
 """128 chunks of a model with twice the KV of Llama-3.1-8B in bfloat16. More chunks bring no benefit."""
@@ -210,20 +208,12 @@ class HostConfig(Section):
         """Load the configuration, with keys of an engine's own configuration above environment and file.
 
         Args:
-            extra: Keys, plain or with the prefix ``shadowserve.``.
             place: Where the keys were found, for messages.
 
         Raises:
-            ConfigurationError: An unknown key (the message has the most similar one), a key in both spellings with
-                different values, or an invalid value.
+            ConfigurationError: An unknown key (the message has the most similar one), or an invalid value.
         """
-        flags: dict[str, Any] = {}
-        for spelled, value in extra.items():
-            key = str(spelled).removeprefix(_DOTTED)
-            if key in flags and flags[key] != value:
-                raise ConfigurationError(f"{place} sets '{key}' twice, to {flags[key]!r} and to {value!r}; remove one")
-            flags[key] = value
-        return cls.load(flags=flags, flags_place=place)
+        return cls.load(flags=extra, flags_place=place)
 
     def client(self, rank: int, engine: pb.Engine | None = None) -> DataPlaneClient:
         """Return a client of a worker's data plane.

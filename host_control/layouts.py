@@ -102,7 +102,9 @@ class PagedLayout:
         self.head_size = content // self.kinds
         if kind == "latent" and heads != 1:
             raise ValueError(f"MLA caches have one head, this one has {heads}")
-        views = [view for cache in caches for view in _views(_moved_as(cache), kind, self.head_size)]
+        if element_type(first.dtype) is DType.UINT8:
+            caches = [cache.view(torch.uint8) for cache in caches]
+        views = [view for cache in caches for view in _views(cache, kind, self.head_size)]
         self.dtype = views[0].dtype
         self._region = region or ChunkRegion(len(caches), heads, 0, 0, (0, heads))
         self.layers, self.heads = self._region.layers, self._region.heads
@@ -324,10 +326,10 @@ class _TritonMover(_DeviceMover):
         self._kernels = Kernels(views)
 
     def _to_pages(self, chunks: Any, blocks: list[int], first_part: int) -> None:
-        self._kernels.scatter(chunks.flatten(2, 3), self._numbers(blocks), first_part)
+        self._kernels.move(chunks.flatten(2, 3), self._numbers(blocks), first_part, to_pages=True)
 
     def _from_pages(self, chunks: Any, blocks: list[int]) -> None:
-        self._kernels.gather(chunks.flatten(2, 3), self._numbers(blocks))
+        self._kernels.move(chunks.flatten(2, 3), self._numbers(blocks), to_pages=False)
 
     def _numbers(self, blocks: list[int]) -> Any:
         # Without non_blocking the host would wait for all earlier work of the stream.
@@ -359,10 +361,6 @@ def _mover(kind: MoverKind | None, views: Sequence[Any], reshaping_bytes: int, c
             if kind == "triton":
                 raise
     return _TorchMover(views, reshaping_bytes)
-
-
-def _moved_as(cache: Any) -> Any:
-    return cache.view(torch.uint8) if element_type(cache.dtype) is DType.UINT8 else cache
 
 
 def _views(cache: Any, kind: LayoutKind, head_size: int) -> list[Any]:

@@ -76,22 +76,15 @@ class Kernels:
         contiguous = last == first.itemsize
         self._unit = math.gcd(8, size, first.data_ptr(), *offsets, *strides) if contiguous else first.itemsize
 
-    def scatter(self, chunks: Any, blocks: Any, first_part: int = 0) -> None:
-        """Copy chunks into paged memory, on the current stream.
+    def move(self, chunks: Any, blocks: Any, first_part: int = 0, *, to_pages: bool) -> None:
+        """Copy chunks into paged memory, or paged memory into chunks, on the current stream.
 
         Args:
             chunks: [chunk, view, token, head, dimension], each chunk contiguous, in GPU memory.
             blocks: Block of each ``block_tokens`` tokens of all chunks, int64, in GPU memory; -1 for tokens that are
                 not moved.
-            first_part: Index of the first view to fill.
+            first_part: Index of the first view.
         """
-        self._launch(chunks, blocks, first_part, to_pages=True)
-
-    def gather(self, chunks: Any, blocks: Any) -> None:
-        """Copy paged memory into chunks: the inverse of :meth:`scatter`, with the same arguments."""
-        self._launch(chunks, blocks, 0, to_pages=False)
-
-    def _launch(self, chunks: Any, blocks: Any, first_part: int, *, to_pages: bool) -> None:
         unit = math.gcd(self._unit, chunks.data_ptr(), chunks.stride(0) * chunks.itemsize)
         held, pages = chunks.view(_UNITS[unit]), self._first.view(_UNITS[unit])
         count, parts, tokens, heads, size = held.shape

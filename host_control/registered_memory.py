@@ -6,9 +6,11 @@ registers new memory.
 """
 
 import logging
+import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from host_control.client import DataPlaneClient, FetchAnswer, MemoryMessage, StoreAnswer
 from host_control.segment import Memory, Segment
@@ -129,6 +131,32 @@ class RegisteredMemory:
                 raise
         except ConfigurationError as error:
             raise DataPlaneError(str(error), Reason.NO_MEMORY) from error
+
+    def store(
+        self, fill: Callable[[Any], None], keys: Sequence[bytes], parents: Sequence[bytes], ends: float, **how: Any
+    ) -> StoreAnswer:
+        """Write chunks into the memory and store them; once more after a restart of the data plane.
+
+        Args:
+            fill: Writes the chunks one after the other into the memory that it is given.
+            ends: Time limit (monotonic).
+            keys, parents, how: Arguments of :meth:`DataPlaneClient.store`.
+
+        Raises:
+            DataPlaneError: As in :meth:`acquire`; also with ``no_memory``, another process truncated the memory.
+        """
+        for _ in range(2):
+            memory = self.acquire(max(ends - time.monotonic(), 0.001))
+            fill(memory.memory)
+            if not memory.intact():  # bytes of truncated memory read as zeros
+                self.lost(memory)
+                raise DataPlaneError("another process truncated the memory of stores", Reason.NO_MEMORY)
+            left, job_id = max(ends - time.monotonic(), 0.001), secrets.token_hex(8)
+            answer = self._client.store(job_id, self.memory_id, 0, keys, parents, left, **how)
+            self.settle(answer)
+            if answer.reason != Reason.UNKNOWN_MEMORY:
+                break
+        return answer
 
     def retire(self, *, release: bool, wait: bool = False) -> None:
         """Give the memory up, so that late writes of the data plane hit memory that nothing reads.

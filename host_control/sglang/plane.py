@@ -265,30 +265,16 @@ class PageMover:
     def _store(
         self, pages: Pages, blocks: Sequence[Block], parents: Sequence[bytes], numbers: Sequence[int], ends: float
     ) -> StoreAnswer:
-        """Store blocks of one level; once more after a restart of the data plane."""
+        """Store blocks of one level."""
         level = blocks[0].level
         size = self._layouts[level].raw_bytes
-        for _ in range(2):
-            memory = self._store_memory.acquire(max(ends - time.monotonic(), 0.001))
+
+        def fill(memory: Any) -> None:
             for index, block in enumerate(blocks):
                 begin, end = block.first - pages.first, block.end - pages.first
-                self._pages.gather(memory.memory[index * size : (index + 1) * size], numbers[begin:end])
-            if not memory.intact():  # bytes of truncated memory read as zeros
-                self._store_memory.lost(memory)
-                raise DataPlaneError("another process truncated the memory of stores", Reason.NO_MEMORY)
-            answer = self._client.store(
-                f"{self._job}-{next(self._numbers)}",
-                self._store_memory.memory_id,
-                0,
-                self._names(pages, blocks),
-                parents,
-                max(ends - time.monotonic(), 0.001),
-                layout=level,
-            )
-            self._store_memory.settle(answer)
-            if answer.reason != Reason.UNKNOWN_MEMORY:
-                break
-        return answer
+                self._pages.gather(memory[index * size : (index + 1) * size], numbers[begin:end])
+
+        return self._store_memory.store(fill, self._names(pages, blocks), parents, ends, layout=level)
 
     def _remember(self, blocks: Iterable[Block], pages: Pages, moved: Sequence[bool]) -> None:
         found = FoundBlocks()

@@ -219,9 +219,6 @@ class ShadowServeStorage(HiCacheStorage):  # type: ignore[misc]
         """Keep what is stored: other engines share it. Expiry, quotas and the storage server's commands remove it."""
         _logger.warning("ShadowServe: SGLang asks to clear its storage; other engines share it, so it is kept")
 
-    def get_stats(self) -> None:
-        """Return None: SGLang's storage metrics count its own calls."""
-
     # ------------------------------------------------------------------ outcomes
 
     def _usable(self, operation: str, pages: int, wanted: bool) -> PageMover | None:

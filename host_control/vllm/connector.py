@@ -261,7 +261,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def wait_for_save(self) -> None:
         """Gather the chunks that this step completed."""
-        self._worker.gather(self._metadata().stores)
+        self._worker.stores.gather(self._metadata().stores)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
@@ -269,12 +269,12 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose load has ended, and those of them that vLLM computes from the start."""
-        finished, failed = self._worker.take_finished()
+        finished, failed = self._worker.loads.take_finished()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that a load left without valid KV."""
-        return self._worker.take_bad_blocks()
+        return self._worker.loads.take_bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Report loads that fell short or that this step waited for, and weights that have changed."""
@@ -292,7 +292,7 @@ class ShadowServeConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if self._schedules:
             self._scheduler.stepped()
             return self._scheduler.counts.take()
-        self._worker.take_store_counts()
+        self._worker.stores.take_counts()
         return self._worker.counts.take()
 
     @classmethod

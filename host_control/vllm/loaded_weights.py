@@ -177,7 +177,7 @@ class LoadedWeights:
     def unchanged(self) -> bool:
         """Return True if the marks are those of the last :meth:`refresh`."""
         members = self._current_members()
-        if len(members) != len(self._members) or not all(map(_is, self._members, members)):
+        if not _identical([reference() for reference in self._members], members):
             return False
         marks = [_mark(members[index]) for index in self._marked]
         return marks == self._marks and _identical(self._packed, self._functions())
@@ -243,10 +243,6 @@ def _roots(modules: Sequence[Any], layers: Sequence[Any]) -> list[Any] | None:
 
 def _identical(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(one is other for one, other in zip(some, others, strict=True))
-
-
-def _is(reference: Any, member: Any) -> bool:
-    return reference() is member
 
 
 def _has_mark(member: Any) -> bool:

@@ -154,15 +154,13 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._plain = {
-            name: self._counter_cls(name=f"vllm:shadowserve_{name}", documentation=text, labelnames=labelnames)
-            for name, text in _COUNTERS.items()
-        }
-        self._reasoned = {
+        self._counters = {
             name: self._counter_cls(
-                name=f"vllm:shadowserve_{name}", documentation=text, labelnames=[*labelnames, "reason"]
+                name=f"vllm:shadowserve_{name}",
+                documentation=text,
+                labelnames=[*labelnames, "reason"] if name in _BY_REASON else labelnames,
             )
-            for name, text in _BY_REASON.items()
+            for name, text in (_COUNTERS | _BY_REASON).items()
         }
         config = HostConfig.from_engine(vllm_config.kv_transfer_config.kv_connector_extra_config)
         budget = self._gauge_cls(
@@ -173,9 +171,8 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         )
         for values in per_engine_labelvalues.values():
             budget.labels(*values).set(config.interference_budget)
-        for counter in self._plain.values():
-            for values in per_engine_labelvalues.values():
-                counter.labels(*values)  # export 0 from the start
+            for name in _COUNTERS:
+                self._counters[name].labels(*values)  # export 0 from the start
         self._page = _page(config.metrics_port)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -183,10 +180,8 @@ class ShadowServePromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         values = self.per_engine_labelvalues[engine_idx]
         for key, count in transfer_stats_data.items():
             name, _, reason = key.partition(_SEPARATOR)
-            if reason and name in self._reasoned:
-                self._reasoned[name].labels(*values, reason).inc(count)
-            elif name in self._plain:
-                self._plain[name].labels(*values).inc(count)
+            if name in (_BY_REASON if reason else _COUNTERS):
+                self._counters[name].labels(*values, *([reason] if reason else ())).inc(count)
 
 
 def _page(port: int | None) -> Endpoint | None:

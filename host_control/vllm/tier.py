@@ -151,7 +151,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
             )
         if settings.store and transfer.is_kv_producer:
             self._stores = RowStores(
-                client, memory(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
+                memory(settings.store_buffer_bytes, 1), self._row, self._stored, self._count, settings
             )
         if budget := settings.interference_budget:
             self._rate = Interference(budget).rate

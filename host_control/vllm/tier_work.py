@@ -4,7 +4,8 @@ vLLM's rows are not in registered memory, so numpy copies each of them once. The
 """
 
 import collections
-import secrets
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from vllm.logger import init_logger
 
-from host_control.client import DataPlaneClient, StoreAnswer
+from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.registered_memory import RegisteredMemory
-from shadowserve.errors import ConfigurationError, DataPlaneError
+from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
 _logger = init_logger("vllm.shadowserve")
@@ -159,14 +160,12 @@ class RowStores:
 
     def __init__(
         self,
-        client: DataPlaneClient,
         memory: RegisteredMemory,
         row: Callable[[int], npt.NDArray[np.uint8]],
         done: Callable[[Rows, Sequence[bytes], str, str, float], None],
         count: Callable[[str, int], None],
         config: HostConfig,
     ) -> None:
-        self._client = client
         self._memory = memory
         self._row = row
         self._done = done
@@ -176,8 +175,6 @@ class RowStores:
         self._condition = threading.Condition()
         self._queue: collections.deque[tuple[Rows, float]] = collections.deque()
         self._busy = self._hurry = self._closing = False
-        self._job_prefix = secrets.token_hex(8)
-        self._calls = 0
         self._thread = threading.Thread(target=self._run, name="shadowserve-tier-store", daemon=True)
         self._thread.start()
 
@@ -232,43 +229,22 @@ class RowStores:
             if self._hurry:
                 return "cancelled", ""
             batch = slice(first, first + self._batch)
+            records, ends = rows.records[batch], time.monotonic() + self._timeout
+            fill = functools.partial(self._fill, rows.chunk_ids[batch])
             try:
-                answer = self._call(rows, batch)
+                answer = self._memory.store(
+                    fill, records, [b""] * len(records), ends, purpose=pb.PURPOSE_OFFLOADING_TIER
+                )
             except DataPlaneError as error:
                 return error.outcome, str(error)
-            except ConfigurationError as error:
-                return "no_memory", str(error)
             self._count("stored_raw_bytes", answer.raw_bytes)
             self._count("stored_bytes", answer.stored_bytes)
-            stored += [
-                key for key, is_stored in zip(rows.keys[batch], answer.stored.tolist(), strict=True) if is_stored
-            ]
+            stored += itertools.compress(rows.keys[batch], answer.stored)
             if answer.reason != "complete":
                 return answer.reason, answer.detail
         return "complete", ""
 
-    def _call(self, rows: Rows, batch: slice) -> StoreAnswer:
-        """Store one batch; try again if the data plane has restarted."""
-        for _ in range(2):
-            memory = self._memory.acquire(self._timeout)
-            slots = np.frombuffer(memory.memory, np.uint8).reshape(-1, self._memory.shapes[0].raw_bytes)
-            for slot, chunk_id in zip(slots, rows.chunk_ids[batch], strict=False):
-                np.copyto(slot, self._row(chunk_id))
-            if not memory.intact():
-                self._memory.lost(memory)
-                raise ConfigurationError("another process truncated the shared memory of the store buffer")
-            self._calls += 1
-            records = rows.records[batch]
-            answer = self._client.store(
-                f"{self._job_prefix}-{self._calls}",
-                self._memory.memory_id,
-                0,
-                records,
-                [b""] * len(records),
-                self._timeout,
-                purpose=pb.PURPOSE_OFFLOADING_TIER,
-            )
-            self._memory.settle(answer)
-            if answer.reason != "unknown_memory":
-                break
-        return answer
+    def _fill(self, chunk_ids: Sequence[int], memory: Any) -> None:
+        slots = np.frombuffer(memory, np.uint8).reshape(-1, self._memory.shapes[0].raw_bytes)
+        for slot, chunk_id in zip(slots, chunk_ids, strict=False):
+            np.copyto(slot, self._row(chunk_id))

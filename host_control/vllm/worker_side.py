@@ -25,7 +25,7 @@ from host_control.vllm.identity.content import content_hashes
 from host_control.vllm.identity.namespace import model_identity
 from host_control.vllm.loaded_weights import LoadedWeights
 from host_control.vllm.loads import LAYERS_OFF
-from host_control.vllm.metadata import ShadowServeMetadata, StoreOperation, WorkerHandshake, WorkerReport
+from host_control.vllm.metadata import ShadowServeMetadata, WorkerHandshake, WorkerReport
 from host_control.vllm.metrics import Counts, FailureLog, SlowerPaths
 from host_control.vllm.paging import PagePlacer, share_pages
 from host_control.vllm.shards import LOSSY, Rank, WorkerShards, find_shards
@@ -54,7 +54,11 @@ class _Engine:
 
 
 class WorkerSide:
-    """Moves KV between paged memory and the data plane. All methods run on the worker's main thread."""
+    """Moves KV between paged memory and the data plane. All methods run on the worker's main thread.
+
+    Attributes:
+        loads, stores: The two directions; others after :meth:`register`.
+    """
 
     def __init__(
         self,
@@ -88,8 +92,8 @@ class WorkerSide:
     def _make_sides(self) -> None:
         """Make the halves that load and store, for the shards, the device and the watch as they are now."""
         config, groups, counts, logger = self._engine.config, self._engine.groups, self.counts, self._logger
-        self._loads = WorkerLoads(config, groups, self._shards, self._watch, counts, logger, self._make_manager)
-        self._stores = WorkerStores(
+        self.loads = WorkerLoads(config, groups, self._shards, self._watch, counts, logger, self._make_manager)
+        self.stores = WorkerStores(
             config, groups, self._engine.rank, self._shards, self._device, self._watch, counts, logger
         )
 
@@ -137,11 +141,11 @@ class WorkerSide:
             shards.shapes.setdefault(part.shard_layout, []).append(shape)
         self._watch = WeightsWatch(weights, ranks=engine.rank.tp_size * engine.rank.pp_size)
         self._make_sides()
-        self._loads.stream = SideStream(self._device, self._delivery.gpu)
-        self._loads.pages = self._pages
-        self._loads.layers.numbers = self._single_layers(groups)
+        self.loads.stream = SideStream(self._device, self._delivery.gpu)
+        self.loads.pages = self._pages
+        self.loads.layers.numbers = self._single_layers(groups)
         # Engines that step together wait for each other, and another one may have work.
-        self._loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
+        self.loads.steps_alone = engine.vllm_config.parallel_config.data_parallel_size == 1
         self._model = model.digest()
         steps = self._preset.label if self._preset is not None else ""
         self._engine_message = engine_message(model, shards.shapes[0][0], paged=self._pages is not None, steps=steps)
@@ -160,9 +164,9 @@ class WorkerSide:
             return
         self._watch.resume()
         if self._engine.fetch:
-            self._loads.managers[0] = self._make_manager(0)
+            self.loads.managers[0] = self._make_manager(0)
         if self._engine.store:
-            queue = self._loads.store = self._stores.queue = self._make_queue(self._client)
+            queue = self.loads.store = self.stores.queue = self._make_queue(self._client)
             # An engine starts once; without this its first prompts would not be stored.
             if not queue.wait_tried(config.connect_timeout_s):
                 reason = queue.last_error
@@ -203,7 +207,7 @@ class WorkerSide:
     def _make_manager(self, key: int) -> KVCacheManager:
         """Return the manager that fetches records of some shard layouts into one region of memory."""
         assert self._client is not None
-        config, shards, loads = self._engine.config, self._shards, self._loads
+        config, shards, loads = self._engine.config, self._shards, self.loads
         layouts = shards.layouts_of(key)
         # Loads after a preemption are rare, and other loads run at the same time.
         size = config.fetch_buffer_bytes // (4 if key == SAVED else 1)
@@ -297,7 +301,7 @@ class WorkerSide:
             self._model,
             namespaces,
             self.problem,
-            layers=len(self._loads.layers.numbers),
+            layers=len(self.loads.layers.numbers),
             machine=machine_name(self._device),
             plain=self._pages is not None,
             chunk_bytes=shards.chunk_bytes(),
@@ -308,46 +312,34 @@ class WorkerSide:
     def save(self, metadata: ShadowServeMetadata) -> None:
         if metadata.saves:
             self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
-            self._stores.save(metadata)
+            self.stores.save(metadata)
 
     def exchange(self, metadata: ShadowServeMetadata) -> None:
         self._watch.follow(metadata.epoch, metadata.doubts, metadata.agreed)
-        self._loads.exchange(metadata)
+        self.loads.exchange(metadata)
 
     def wait_layer(self, name: str) -> None:
-        if self._loads.layers.requests:
-            self._loads.wait_layer(name, measure=self._device.type == "cpu")
-
-    def gather(self, operations: Sequence[StoreOperation]) -> None:
-        self._stores.gather(operations)
-
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        return self._loads.take_finished()
-
-    def take_bad_blocks(self) -> set[int]:
-        return self._loads.take_bad_blocks()
+        if self.loads.layers.requests:
+            self.loads.wait_layer(name, measure=self._device.type == "cpu")
 
     def take_report(self) -> WorkerReport | None:
         """Return the report to the scheduler side, None where there is nothing to report."""
         outlived, settled_doubt = self._watch.outlived, self._watch.take_verified()
-        stores = self._stores
-        if not (self._loads.has_report or stores.saves or stores.has_stored or outlived or settled_doubt):
+        stores = self.stores
+        if not (self.loads.has_report or stores.saves or stores.has_stored or outlived or settled_doubt):
             return None  # as in most steps
-        report = self._loads.take_report()
+        report = self.loads.take_report()
         report.outlived = outlived
         report.saved, report.stored = stores.take_saved(), stores.take_stored()
         report.settled = {settled_doubt: 1} if settled_doubt else {}
         return report if report != WorkerReport() else None
 
-    def take_store_counts(self) -> None:
-        self._stores.take_counts()
-
     def close(self) -> None:
         """Store what waits, end the loads, release memory; at most ``close_timeout_s`` seconds."""
         ends = time.monotonic() + self._engine.config.close_timeout_s
-        self._stores.close()
-        self._loads.close(ends)
-        self._loads.store = None
+        self.stores.close()
+        self.loads.close(ends)
+        self.loads.store = None
         if self._page_delivery is not None and self._pages is not None:
             self._page_delivery.close()
             self._pages.renew()

@@ -37,8 +37,8 @@ GENERATED: Final = 110
 _REQUESTS: Final = 50
 """Number of requests for one seed."""
 _DEADLINES: Final = {
-    "shadowserve.fetch_timeout_s": 2.0,
-    "shadowserve.lookup_timeout_s": 1.0,
+    "fetch_timeout_s": 2.0,
+    "lookup_timeout_s": 1.0,
     "store_timeout_s": 2.0,
     "connect_timeout_s": 2.0,
 }
@@ -282,15 +282,15 @@ def left_behind(engine: Any) -> dict[str, Any]:
     """Return the plugin's data about requests, by name; all of it is empty after all requests have ended."""
     side, worker = engine.connector._scheduler, engine.worker
     kept: dict[str, Any] = {name: getattr(side, name) for name in _OF_SCHEDULER}
-    kept |= {name: getattr(worker._loads, name) for name in _OF_LOADS}
-    kept |= {"layerwise": worker._loads.layers.requests, "saves": worker._stores._saves}
-    kept |= {"loaded": worker._loads._report.loaded, "seconds": worker._loads._report.seconds}
+    kept |= {name: getattr(worker.loads, name) for name in _OF_LOADS}
+    kept |= {"layerwise": worker.loads.layers.requests, "saves": worker.stores._saves}
+    kept |= {"loaded": worker.loads._report.loaded, "seconds": worker.loads._report.seconds}
     kept |= {"lookups": side._lookup._lookups, "published": side._lookup._publications._published}
     kept |= {"waiting": side.waiting._entries, "begun": side.waiting._begun}
     if side._policy_runner is not None:
         kept["first tokens"] = side._policy_runner._waiting
         kept["policy"] = side._policy_runner._policy._queued
-    for key, manager in worker._loads.managers.items():
+    for key, manager in worker.loads.managers.items():
         kept |= {f"{name} {key}": getattr(manager, name) for name in _OF_MANAGER}
     return {name: list(value) for name, value in kept.items() if value}
 

@@ -220,7 +220,7 @@ def test_an_abort_while_loading_frees_the_blocks_once_quiesced(
         assert time.monotonic() < ends
     assert engine.free_blocks() == free
     assert "Cancel" in plane.calls
-    assert internal not in engine.worker._loads.managers[0]._outstanding
+    assert internal not in engine.worker.loads.managers[0]._outstanding
     plane.script.fetch_delay = 0.0
     serve(engine, 1000)
 
@@ -260,6 +260,6 @@ def test_a_load_does_not_delay_a_request_that_computes(engine: Any, plane: Any, 
             if output.finished:
                 found[output.request_id] = list(output.outputs[0].token_ids)
         if "computes" in found and not plane.script.unstall.is_set():
-            assert "Fetch" in plane.calls and not engine.worker._loads.managers[0].idle, "the load still runs"
+            assert "Fetch" in plane.calls and not engine.worker.loads.managers[0].idle, "the load still runs"
             plane.script.unstall.set()
     assert found == {"computes": reference([prompt(200)], 150)[0], "loads": reference([prompt(1000)])[0]}

@@ -218,7 +218,7 @@ def test_a_layer_computes_before_the_next_one_arrives(
     engine: Any, plane: Any, monkeypatch: pytest.MonkeyPatch, serve: Any
 ) -> None:
     """Each layer is sent only after the engine has waited for the one before."""
-    manager, asked = engine.worker._loads.managers[0], threading.Semaphore(1)
+    manager, asked = engine.worker.loads.managers[0], threading.Semaphore(1)
     wait = manager.wait
 
     def waited(names: Any, layer: int | None = None) -> None:

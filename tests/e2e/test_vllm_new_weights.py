@@ -289,7 +289,7 @@ def test_loads_and_stores_wait_while_weights_are_in_doubt(
     serving.add("fresh", prompt(*FRESH))
     try:
         serving.step_until(lambda: len(serving.outputs.get("fresh", ())) == 8 and plane.fetches)
-        serving.step_until(lambda: engine.worker._loads._results)
+        serving.step_until(lambda: engine.worker.loads._results)
         for _ in range(20):
             serving.step()
         assert "stored" not in serving.outputs and len(plane.records) == 2

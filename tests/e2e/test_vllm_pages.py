@@ -72,7 +72,7 @@ def test_prompts_come_from_devices_into_pages(
     engine: Any, plane: Plane, reference: Any, prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer by layer, because no other request runs; the data plane reports each layer."""
-    pages, reported = engine.worker._loads.managers[0]._pages, list[int]()
+    pages, reported = engine.worker.loads.managers[0]._pages, list[int]()
     tell = pages.tell
     monkeypatch.setattr(pages, "tell", lambda fetch, layers: (reported.append(layers), tell(fetch, layers)))
     for length in LENGTHS:

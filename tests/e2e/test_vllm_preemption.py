@@ -177,7 +177,7 @@ def test_an_abort_of_a_preempted_request_leaves_nothing(
     }
     engine.flush()
     side = engine.connector._scheduler
-    assert not side._requests and not engine.worker._stores._saves
+    assert not side._requests and not engine.worker.stores._saves
     assert engine.free_blocks() == BLOCKS - 1
 
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 @pytest.fixture
 def server(model: Path, data_plane: Any, patient: dict[str, float], tmp_path: Path) -> Iterator[Server]:
-    server = Server(model, {"shadowserve.data_plane": data_plane.address, **patient}, tmp_path / "server.log")
+    server = Server(model, {"data_plane": data_plane.address, **patient}, tmp_path / "server.log")
     yield server
     server.kill()
 

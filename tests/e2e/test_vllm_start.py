@@ -129,7 +129,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             with engine.awaiting_lookups():
                 assert engine.outputs([prompt(31), tokens]) == reference([prompt(31), tokens])
             assert len(streams) == 2, "beside a running request, chunk by chunk"
-            for part in (engine.worker._loads.managers[0], engine.worker._stores.queue):  # fetches and stores
+            for part in (engine.worker.loads.managers[0], engine.worker.stores.queue):  # fetches and stores
                 assert isinstance(part._registration.current, ExportedHostMemory)
         finally:
             engine.close()

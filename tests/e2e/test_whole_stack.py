@@ -150,7 +150,7 @@ def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
 def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> None:
     """The control for the other tests, which compare outputs."""
     worker = engine.worker
-    manager = worker._loads.managers[0]
+    manager = worker.loads.managers[0]
     scatter, manager._batches._scatter = manager._batches._scatter, lambda job, part, first, chunks: None
     try:
         prompts = [prompt(length) for length in LENGTHS]

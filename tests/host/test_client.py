@@ -56,16 +56,6 @@ def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient,
     assert found == [[True, True, False, True, False, False], [True, False, False], []]
 
 
-@pytest.mark.parametrize("hits", [[7], [], [1, 1]])
-def test_lookup_that_cannot_be_true_is_refused(
-    client: DataPlaneClient, plane: ScriptedDataPlane, hits: list[int]
-) -> None:
-    plane.script.lookup_hits = lambda _: hits
-    with pytest.raises(DataPlaneError) as error:
-        stored(client, [(b"a" * 32, KEYS)])
-    assert error.value.outcome == "invalid_answer"
-
-
 def test_a_lookup_says_where_each_record_is_and_how_large_they_are(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
@@ -84,6 +74,9 @@ def test_a_lookup_says_where_each_record_is_and_how_large_they_are(
 @pytest.mark.parametrize(
     ("lie", "words"),
     [
+        (lambda answer: answer.present.__setitem__(0, bytes([0x7F])), "a set of 6 has a bit after its end"),
+        (lambda answer: answer.present.append(bytes([1])), "shorter than argument 1"),
+        (lambda answer: answer.ClearField("present"), "longer than argument 1"),
         (lambda answer: answer.stored_bytes.append(0), "bytes of 2 chains where 1"),
         (lambda answer: answer.cold_ms.append(0), "times of 2 chains where 1"),
         (lambda answer: answer.tiers.append(b""), "tiers of 2 chains where 1"),
@@ -180,10 +173,6 @@ def test_disagreement_about_the_chunk_size_is_found_at_registration(
     monkeypatch.setattr(ChunkLayout, "raw_bytes", property(lambda self: 1234))
     with pytest.raises(DataPlaneError, match="1234"):
         RegisteredMemory(client, [shape], 1 << 16, WAIT_MAX_S).acquire(WAIT_MAX_S)
-
-
-def test_statistics(client: DataPlaneClient) -> None:
-    assert client.statistics().version == "scripted"
 
 
 def test_two_threads_that_connect_at_once_share_one_session(

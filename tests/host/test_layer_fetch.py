@@ -105,12 +105,6 @@ def test_each_layer_is_scattered_as_it_arrives(layered: Layered, plane: Scripted
     assert layered.kit.paged.chunks == {}, "nothing is scattered chunk by chunk"
 
 
-def test_complete_chunks_of_a_failed_fetch_are_used(layered: Layered, plane: ScriptedDataPlane) -> None:
-    plane.script.fail_layer, plane.script.fail_fetch_at = 1, 2
-    result = layered.ended(layered.begin("a"))
-    assert (result.reason, result.chunks) == ("corrupt", (2,))
-
-
 def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory(
     layered: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,30 +123,6 @@ def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory
     assert memory is not None and layered.registration.current is None and layered.registration.retired == 1, (
         "the data plane may still write"
     )
-
-
-def cancelled_at(layer: int, layered: Layered, plane: ScriptedDataPlane) -> FetchResult:
-    """Cancel a load before the data plane sends a layer; return its outcome."""
-    reached, gone = threading.Event(), threading.Event()
-
-    def before(now: int) -> None:
-        if now == layer:
-            reached.set()
-            gone.wait(WAIT_MAX_S)
-
-    plane.script.before_layer = before
-    job = layered.begin("a")
-    assert reached.wait(WAIT_MAX_S)
-    layered.manager.exchange([], ["a"])
-    plane.wait_for_call("Cancel")
-    gone.set()
-    return layered.ended(job)
-
-
-def test_a_load_that_is_cancelled_between_two_layers_ends(layered: Layered, plane: ScriptedDataPlane) -> None:
-    result = cancelled_at(1, layered, plane)
-    assert (result.reason, result.chunks) == ("cancelled", (0,))
-    assert layered.registration.retired == 0, "the answer confirms that writing has ended"
 
 
 def test_a_stream_that_ends_without_an_answer_is_none(streamed: Layered, plane: ScriptedDataPlane) -> None:
@@ -177,13 +147,6 @@ def test_layers_that_cannot_be_are_no_more_than_there_are(
     result = streamed.ended(streamed.begin("a"))
     assert (result.reason, result.chunks) == ("complete", (CHUNKS,))
     assert streamed.layers[0][0] == 0 and streamed.layers[-1][1] == 2
-
-
-def test_a_daemon_that_does_not_know_the_memory_is_registered_with_again(streamed: Layered) -> None:
-    assert streamed.ended(streamed.begin("a")).complete
-    streamed.plane.forget_registrations()
-    assert streamed.ended(streamed.begin("b")).complete
-    assert streamed.plane.calls.count("RegisterMemory") == 2 and streamed.plane.calls.count("FetchLayers") == 3
 
 
 def test_a_refused_stream_is_quiet(streamed: Layered, plane: ScriptedDataPlane) -> None:
@@ -226,8 +189,22 @@ def test_chunks_before_a_damaged_one_are_complete_in_each_lap(ring: Layered, lay
 
 @pytest.mark.parametrize("layer", [0, 2, 5])
 def test_a_cancelled_load_ends_in_each_lap(ring: Layered, plane: ScriptedDataPlane, layer: int) -> None:
-    result = cancelled_at(layer, ring, plane)
-    assert result.reason == "cancelled" and ring.registration.retired == 0
+    reached, gone = threading.Event(), threading.Event()
+
+    def before(now: int) -> None:
+        if now == layer:
+            reached.set()
+            gone.wait(WAIT_MAX_S)
+
+    plane.script.before_layer = before
+    job = ring.begin("a")
+    assert reached.wait(WAIT_MAX_S)
+    ring.manager.exchange([], ["a"])
+    plane.wait_for_call("Cancel")
+    gone.set()
+    result = ring.ended(job)
+    assert (result.reason, result.chunks) == ("cancelled", (0,))
+    assert ring.registration.retired == 0, "the answer confirms that writing has ended"
 
 
 @pytest.mark.parametrize("layers", [1, 5])

@@ -350,16 +350,6 @@ def test_chunks_before_the_failure_are_in_place(
     assert kit.fetched(kit.job("b", *counts)).complete, "no effect on the next one"
 
 
-@pytest.mark.parametrize("progress", [False, True])
-def test_a_corrupt_chunk_keeps_the_chunks_before_it(
-    make_kit: MakeKit, plane: ScriptedDataPlane, progress: bool
-) -> None:
-    plane.script.fail_fetch_at = 3
-    kit = make_kit(progress=progress, scatter_bytes_min=1)
-    result = kit.fetched(kit.job("a", 4))
-    assert (result.chunks, result.reason) == ((3,), "corrupt")
-
-
 def test_stalled_daemon_costs_every_waiting_job_its_deadline_and_no_more(
     make_kit: MakeKit, plane: ScriptedDataPlane
 ) -> None:
@@ -603,9 +593,3 @@ def test_a_chunk_that_arrives_corrupt_ends_the_job_before_it(kit: Kit, plane: Sc
     kit.manager.exchange(available={"mine": Available(4, "complete")})
     result = kit.ended()
     assert (result.chunks, result.reason) == ((3,), "corrupt")
-
-
-def test_a_waiting_job_ends_when_the_manager_closes(kit: Kit) -> None:
-    kit.manager.exchange([kit.pending("mine", 4, there=2)])
-    kit.waits(1)
-    assert [result.reason for result in kit.manager.close(WAIT_MAX_S)] == ["closed"]

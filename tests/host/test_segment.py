@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -131,6 +132,17 @@ def test_memory_that_its_driver_cannot_describe_is_no_memory(client: DataPlaneCl
     with pytest.raises(DataPlaneError, match="cuIpcGetMemHandle") as error:
         memory.acquire(5)
     assert error.value.outcome == "no_memory" and memory.current is None
+
+
+def test_chunks_in_memory_that_was_truncated_are_not_stored(
+    registration: RegisteredMemory, plane: ScriptedDataPlane
+) -> None:
+    def fill(chunks: Any) -> None:
+        os.ftruncate(registration.current._descriptor, 0)
+
+    with pytest.raises(DataPlaneError, match="truncated the memory of stores") as error:
+        registration.store(fill, [bytes(32)], [b""], time.monotonic() + 5)
+    assert error.value.outcome == "no_memory" and registration.current is None and plane.stores == []
 
 
 def test_without_a_data_plane_no_segment_is_created(shape: object, leftovers: Leftovers) -> None:

@@ -167,13 +167,6 @@ def test_memory_of_recent_keys_is_bounded(queue: StoreQueue) -> None:
     assert queue.offer(many[:1], gather) == 1
 
 
-def test_slots_are_used_again(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
-    for start in range(0, 60, 6):
-        assert queue.offer(keys(6, start), gather) == 6
-        stored(queue)
-    assert len(plane.records) == 60
-
-
 def test_full_staging_drops_the_rest_of_the_prompt_without_waiting(queue: StoreQueue, plane: ScriptedDataPlane) -> None:
     plane.script.stall.add("Store")
     begin = time.monotonic()

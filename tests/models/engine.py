@@ -27,8 +27,8 @@ BLOCK: Final = 32
 # An engine in the same process can delay the scripted data plane for seconds, and so can the machine.
 PATIENT: Final = {
     "connect_timeout_s": WAIT_MAX_S,
-    "shadowserve.fetch_timeout_s": WAIT_MAX_S,
-    "shadowserve.lookup_timeout_s": WAIT_MAX_S,
+    "fetch_timeout_s": WAIT_MAX_S,
+    "lookup_timeout_s": WAIT_MAX_S,
     "store_timeout_s": WAIT_MAX_S,
     "close_timeout_s": WAIT_MAX_S,
 }
@@ -140,7 +140,7 @@ class Engine:
         def flush(_: Any) -> bool:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-            store = get_kv_transfer_group()._worker._stores.queue
+            store = get_kv_transfer_group()._worker.stores.queue
             return store is None or bool(store.flush(2 * WAIT_MAX_S))
 
         assert all(self.llm.collective_rpc(flush))
@@ -148,8 +148,8 @@ class Engine:
     @contextmanager
     def impatient(self) -> Iterator[None]:
         """Set short deadlines that must expire, for a peer that does not answer."""
-        parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker._loads.managers[0], "_fetch_timeout")]
-        parts += [(self.worker._stores.queue, "_timeout")]
+        parts = [(self.connector._scheduler._lookup, "_timeout"), (self.worker.loads.managers[0], "_fetch_timeout")]
+        parts += [(self.worker.stores.queue, "_timeout")]
         if self.connector._scheduler._preemption is not None:
             parts.append((self.connector._scheduler._preemption, "_timeout"))
         with pytest.MonkeyPatch.context() as patch:
@@ -200,8 +200,8 @@ class Engine:
         if records:
             plane.records.clear()
         worker, side = self.worker, self.connector._scheduler
-        if worker._stores.queue is not None:
-            worker._stores.queue.forget(list(worker._stores.queue._recent))
+        if worker.stores.queue is not None:
+            worker.stores.queue.forget(list(worker.stores.queue._recent))
         for client in (worker._client, *side._clients):
             for breaker in client.breakers.values():
                 breaker.report(success=True)

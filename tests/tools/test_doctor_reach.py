@@ -221,7 +221,7 @@ def test_an_invalid_transfer_config_is_a_failure(text: Any, told: str) -> None:
 @pytest.mark.parametrize(
     "transfer",
     [
-        {"kv_connector_extra_config": {"shadowserve.data_plane": "127.0.0.1:1"}},
+        {"kv_connector_extra_config": {"data_plane": "127.0.0.1:1"}},
         {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [
             {"kv_connector": "Other"}, ENGINE | {"kv_connector_extra_config": {"data_plane": "127.0.0.1:1"}}]}},
         {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"secondary_tiers": [

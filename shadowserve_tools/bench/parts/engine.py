@@ -307,7 +307,7 @@ class _Engine:
         """Wait until the plugin has stored everything that it has gathered."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        if not get_kv_transfer_group()._worker._stores.queue.flush(STORE_TIMEOUT_S):
+        if not get_kv_transfer_group()._worker.stores.queue.flush(STORE_TIMEOUT_S):
             raise RuntimeError("storing did not end")
 
     def reset(self) -> bool:

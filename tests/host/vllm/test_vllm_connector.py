@@ -235,11 +235,11 @@ def test_policy_that_fails_requests_is_named_at_the_start(policy: str, warns: bo
     assert all("kv_load_failure_policy" in line and "recompute" in line for line in lines)
 
 
-def test_reports_of_ranks_merge_to_the_fewest_chunks() -> None:
+def test_reports_of_ranks_merge_to_the_fewest_chunks_and_the_number_of_ranks() -> None:
     from host_control.vllm.metadata import WorkerReport
 
-    merged = WorkerReport({"a": 3, "b": 1}).aggregate(WorkerReport({"a": 2, "c": 4}))
-    assert merged.loaded == {"a": 2, "b": 1, "c": 4}
+    merged = WorkerReport({"a": 3, "b": 1}, saved={"a": 1}).aggregate(WorkerReport({"a": 2, "c": 4}, saved={"a": 1}))
+    assert (merged.loaded, merged.saved) == ({"a": 2, "b": 1, "c": 4}, {"a": 2})
 
 
 def test_statistics_of_steps_and_ranks_add_up() -> None:

@@ -18,7 +18,6 @@ from scheduler_support import (
     names_of,
     namespace_of,
     put,
-    report,
     saved_namespace_of,
     state,
     tail_of,
@@ -250,11 +249,6 @@ def test_a_request_that_ends_while_it_is_saved_is_forgotten(scene: Scene) -> Non
     scene.finish()
     scene.report(saved={"r": 1})
     assert not scene.side._requests
-
-
-def test_ranks_report_together() -> None:
-    first, second = report(saved={"a": 1, "b": 1}), report(saved={"a": 1})
-    assert first.aggregate(second).saved == {"a": 2, "b": 1}
 
 
 # ---- Several groups --------------------------------------------------------------------------------------------------

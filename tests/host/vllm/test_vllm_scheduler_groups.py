@@ -151,15 +151,6 @@ def test_chunks_that_storage_has_are_not_stored_again(scene: Scene) -> None:
     ]
 
 
-def test_chunks_behind_guesses_are_not_stored_in_any_group(scene: Scene) -> None:
-    request = scene.arrive(TOKENS[: 2 * CHUNK - 2])
-    scene.matched()
-    stores = by_group(scene.begin(2 * CHUNK - 2, tables={"r": TABLES}))
-    assert [(group, chain) for group, chain, _ in stores] == [(group, CHAIN[:1]) for group in (FULL, WINDOW)]
-    request.all_token_ids.append(7)
-    assert scene.go_on(2 * CHUNK - 2, 5, tables={"r": TABLES}) == []
-
-
 def test_a_draft_layer_costs_a_block_of_a_hit_and_not_all_of_it(make_scene: Callable[..., Scene]) -> None:
     scene = make_scene(full(), window(2 * BLOCK + 8), full(head_size=16), drafts=True, eagle=(2,))
     hold(scene, *[range(4)] * 3)

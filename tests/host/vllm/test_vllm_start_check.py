@@ -81,7 +81,7 @@ def test_an_unusable_configuration_is_refused(
 
 
 def test_supported_options_are_accepted() -> None:
-    assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "shadowserve.fetch_timeout_s": 1.0})
+    assert accepts("ShadowServeConnector", {"layer_order": True, "pages": True, "fetch_timeout_s": 1.0})
     assert accepts("ShadowServeConnector", {"layer_order": True, "fetch": False}, max_concurrent_batches=2)
     assert accepts("ShadowServeConnector", {"asynchronous_fetch": False}, loads=False, max_concurrent_batches=2)
     assert accepts("NixlConnector", {"whatever": 1})
