@@ -92,8 +92,8 @@ def test_an_engine_loads_what_a_preset_stored_within_half_a_step(
     for index, (one, other) in enumerate(zip(exact, lossy, strict=True)):
         kv = [np.frombuffer(each, np.float32) for each in (decoded(one), decoded(other, steps))]
         error = np.abs(kv[0] - kv[1]).reshape(layers, kinds, 256, heads, size)
-        assert (error[:, 1] <= 0.501 * steps.steps[:, 1, None] + 1e-5).all(), "values"
-        assert 0 < error[:, 0].max() <= 0.501 * 2**0.5 * steps.steps.max() + 1e-5, "keys"
+        assert (error[:, 1] <= 0.504 * steps.steps[:, 1, None] + 1e-5).all(), "values"
+        assert 0 < error[:, 0].max() <= 0.504 * 2**0.5 * steps.steps.max() + 1e-5, "keys"
         assert error[:, :, :4].any() == (index > 0), "the first tokens of a prompt are exact"
     # An exact engine that loads the rounded values gives the expected output.
     for one, other in zip(exact, lossy, strict=True):

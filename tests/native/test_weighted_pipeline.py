@@ -73,8 +73,8 @@ def test_kv_comes_back_within_half_a_step_and_first_tokens_exactly(pipeline: nat
     with pipeline:
         back = through_a_record(pipeline, kv, channels_of(STEPS), position)
     error = np.abs(back - kv)
-    assert (error[:, :, 1] <= 0.502 * STEPS.reshape(LAYERS, 2, 1, LENGTH)[:, 1]).all()  # values
-    assert 0 < error[:, :, 0].max() <= 0.502 * 2**0.5 * STEPS.max()  # keys: of both channels of a rotated pair
+    assert (error[:, :, 1] <= 0.504 * STEPS.reshape(LAYERS, 2, 1, LENGTH)[:, 1]).all()  # values
+    assert 0 < error[:, :, 0].max() <= 0.504 * 2**0.5 * STEPS.max()  # keys: of both channels of a rotated pair
     assert not error[1, 2, 0, 7].any()
     assert error[0, :, :, :4].any() == (position != 0)
 

@@ -209,7 +209,7 @@ def test_a_removal_in_another_nodes_partition_waits_for_its_list(bucket: FaultyS
 
 
 def test_the_node_of_a_partition_learns_what_another_wrote(bucket: FaultyS3, open_node: Opens) -> None:
-    owner = open_node(serves=HOME.__eq__, index_ttl_s=0.5)
+    owner = open_node(serves=HOME.__eq__, index_ttl_s=2.0)
     writer = open_node(serves=ELSEWHERE.__eq__, index_ttl_s=0.2)
     chain = chains_of(HOME, 1)[0]
     writer.store_chain(chain)
