@@ -57,7 +57,7 @@ class WorkerSide:
     """Moves KV between paged memory and the data plane. All methods run on the worker's main thread.
 
     Attributes:
-        loads, stores: The two directions; others after :meth:`register`.
+        loads, stores: Loads and stores of this worker.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
  * avx512_step.h - one symbol for each of 64 lanes: the inner loop of the AVX-512 decoders of kvrans
  *
  * Any table is looked up by slots: four registers hold the index of each. Most tables have few places where a symbol
- * begins or ends inside of four aligned slots, a quarter of a register's bytes. Then a look-up by a slot's upper six
- * bits, in one register, gives an entry: that of the symbol which has all four slots, or the first of four entries, one
- * a slot. Frequencies, starts and values are looked up by entry.
+ * begins or ends inside of four aligned slots. Then a look-up by a slot's upper six bits, in one register, gives an
+ * entry: that of the symbol which has all four slots, or the first of four entries, one a slot. Frequencies, starts and
+ * values are looked up by entry.
  */
 #ifndef SS_KVRANS_AVX512_STEP_H
 #define SS_KVRANS_AVX512_STEP_H
@@ -90,11 +90,11 @@ TARGET_INLINE __m512i every_fourth(const uint8_t *slots, unsigned int number) {
     return found;
 }
 
-/* What quarters_make() makes of a table. */
+/* Result of quarters_make(). */
 enum fit {
-    FIT_NOT,
+    FIT_NOT,   /* too many entries */
     FIT,       /* all frequencies are under 128 */
-    FIT_LARGE, /* or else bit 7 of their entries is set */
+    FIT_LARGE, /* some are larger: bit 7 of their entries is set */
 };
 
 /* quarters_make() lays out one table, unless its entries are too many; 'values' are by index. */
