@@ -477,8 +477,8 @@ class ScriptedDataPlane(rpc.DataPlaneServicer):
         return pb.DecidedResponse()
 
     def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.CancelResponse:
+        self.cancelled.add(request.job_id)  # before a test that waits for the call goes on
         self._enter("Cancel", context)
-        self.cancelled.add(request.job_id)
         return pb.CancelResponse(found=True)
 
     def Statistics(self, request: pb.StatisticsRequest, context: Any) -> pb.StatisticsResponse:
