@@ -32,7 +32,7 @@ TARGET static void tile_turn(const uint8_t *tile, uint8_t *turned) {
 struct tile {
     _Alignas(64) uint8_t turned[SS_KVRANS_WIDTH_MAX * SS_KVRANS_ROWS_MAX];
     _Alignas(64) float steps[SS_KVRANS_WIDTH_MAX], centres[SS_SHIFTS][SS_KVRANS_WIDTH_MAX];
-    const float *angles; /* of the block's first row */
+    const float *bases, *turns; /* angles of each SS_TURNS-th row, and the rows' turns from there on */
     uint8_t *target;
     size_t pitch;
 };
@@ -54,29 +54,50 @@ TARGET_INLINE void parted(__m512 *low, __m512 *high) {
     *high = _mm512_permutex2var_ps(first, odd, second);
 }
 
-/* angles_make() makes the angles of the block's rows, in that order too, as ss_angles() does. */
+/* A vector of cosines, and one of sines. */
+struct angles {
+    __m512 cosine, sine;
+};
+
+TARGET_INLINE struct angles angles_load(const float *cosines, size_t pairs) {
+    return (struct angles){_mm512_loadu_ps(cosines), _mm512_loadu_ps(cosines + pairs)};
+}
+
+/* turned() is angles() of weighted.h. */
+TARGET_INLINE struct angles turned(struct angles from, struct angles turn) {
+    return (struct angles){_mm512_fnmadd_ps(from.sine, turn.sine, _mm512_mul_ps(from.cosine, turn.cosine)),
+                           _mm512_fmadd_ps(from.cosine, turn.sine, _mm512_mul_ps(from.sine, turn.cosine))};
+}
+
+/* angles_put() stores the angles of one row in that order. */
+TARGET_INLINE void angles_put(struct angles first, struct angles second, size_t pairs, float *target) {
+    parted(&first.cosine, &second.cosine);
+    parted(&first.sine, &second.sine);
+    _mm512_store_ps(target, first.cosine);
+    _mm512_store_ps(target + 16, second.cosine);
+    _mm512_store_ps(target + pairs, first.sine);
+    _mm512_store_ps(target + pairs + 16, second.sine);
+}
+
+/* angles_make() makes the angles of every SS_TURNS-th row, and of as many turns. */
 TARGET static void angles_make(const struct ss_kvrans_weighted *weighted) {
     const struct ss_weighted *slice = weighted->slice;
     const size_t pairs = slice->by.pairs;
-    const float *turn = slice->channels->turns + 2 * pairs * weighted->vector, *first = slice->first;
-    float *angles = weighted->angles;
+    const float *turns = slice->channels->turns, *bases = turns + 2 * pairs * weighted->vector;
+    float *target = weighted->angles;
 
-    for (size_t row = 0; pairs != 0 && row < SS_KVRANS_ROWS_MAX; row++, turn += 2 * pairs, angles += 2 * pairs) {
-        for (size_t at = 0; at < pairs; at += 32) {
-            __m512 cosines[2], sines[2];
-            for (size_t part = 0; part < 2; part++) {
-                const size_t pair = at + 16 * part;
-                const __m512 c = _mm512_loadu_ps(first + pair), s = _mm512_loadu_ps(first + pairs + pair);
-                const __m512 cosine = _mm512_loadu_ps(turn + pair), sine = _mm512_loadu_ps(turn + pairs + pair);
-                cosines[part] = _mm512_fnmadd_ps(s, sine, _mm512_mul_ps(c, cosine));
-                sines[part] = _mm512_fmadd_ps(c, sine, _mm512_mul_ps(s, cosine));
-            }
-            parted(&cosines[0], &cosines[1]);
-            parted(&sines[0], &sines[1]);
-            for (size_t part = 0; part < 2; part++) {
-                _mm512_store_ps(angles + at + 16 * part, cosines[part]);
-                _mm512_store_ps(angles + pairs + at + 16 * part, sines[part]);
-            }
+    for (size_t at = 0; at < pairs; at += 32) {
+        const struct angles first = angles_load(slice->first + at, pairs);
+        const struct angles second = angles_load(slice->first + at + 16, pairs);
+        for (size_t row = 0; row < SS_KVRANS_ROWS_MAX; row += SS_TURNS) {
+            const float *base = bases + 2 * pairs * row + at;
+            angles_put(turned(first, angles_load(base, pairs)), turned(second, angles_load(base + 16, pairs)), pairs,
+                       target + 2 * pairs * (row / SS_TURNS) + at);
+        }
+        for (size_t turn = 0; turn < SS_TURNS; turn++) {
+            const float *its = turns + 2 * pairs * turn + at;
+            angles_put(angles_load(its, pairs), angles_load(its + 16, pairs), pairs,
+                       target + 2 * pairs * (SS_KVRANS_ROWS_MAX / SS_TURNS + turn) + at);
         }
     }
 }
@@ -107,7 +128,8 @@ TARGET static void tile_begin(struct tile *tile, const struct ss_kvrans_weighted
             }
         }
     }
-    tile->angles = weighted->angles;
+    tile->bases = weighted->angles;
+    tile->turns = tile->bases + 2 * slice->by.pairs * (SS_KVRANS_ROWS_MAX / SS_TURNS);
     tile->pitch = 2 * slice->by.length;
     tile->target = (uint8_t *)weighted->elements->target + weighted->vector * tile->pitch + 2 * column;
 }
@@ -146,16 +168,17 @@ TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t coun
 
     for (; count > 0; count--, row++) {
         const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
-        const float *angles = tile->angles + 2 * pairs * row;
+        const float *bases = tile->bases + 2 * pairs * (row / SS_TURNS);
+        const float *turns = tile->turns + 2 * pairs * (row % SS_TURNS);
         uint8_t *target = tile->target + row * tile->pitch;
         for (size_t at = 0; at < pairs; at += 32) {
             __m512 first[2], second[2];
             for (size_t part = 0; part < 2; part++) {
                 const size_t one = at + 16 * part, other = one + pairs;
                 const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
-                const __m512 cosine = _mm512_load_ps(angles + one), sine = _mm512_load_ps(angles + other);
-                first[part] = _mm512_fnmadd_ps(b, sine, _mm512_mul_ps(a, cosine));
-                second[part] = _mm512_fmadd_ps(a, sine, _mm512_mul_ps(b, cosine));
+                const struct angles angles = turned(angles_load(bases + one, pairs), angles_load(turns + one, pairs));
+                first[part] = _mm512_fnmadd_ps(b, angles.sine, _mm512_mul_ps(a, angles.cosine));
+                second[part] = _mm512_fmadd_ps(a, angles.sine, _mm512_mul_ps(b, angles.cosine));
             }
             rounded_stream(half, first[0], first[1], target + 2 * at);
             rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
