@@ -11,17 +11,16 @@
 /* Where 16 symbols of a row are in tiles that tile_turn() turned, each of 64 rows and 64 columns. */
 enum { TILE_SIZE = GROUP * TILE_COLUMNS };
 
-/* tile_turn() turns the bytes of 64 columns of 64 rows, but leaves each row in quarters, as lanes_transpose() does. */
+/* tile_turn() turns the bytes of 16 columns of 64 rows, but leaves each row in quarters, as lanes_transpose() does. */
 TARGET static void tile_turn(const uint8_t *tile, uint8_t *turned) {
-    for (size_t quarter = 0; quarter < 4; quarter++) {
-        __m512i lines[16];
-        for (size_t index = 0; index < 16; index++) {
-            lines[index] = _mm512_load_si512(tile + (quarter * 16 + index) * SS_KVRANS_ROWS_MAX);
-        }
-        lanes_transpose(lines);
-        for (size_t index = 0; index < 16; index++) {
-            _mm512_store_si512(turned + (index * 4 + quarter) * 64, lines[index]);
-        }
+    __m512i lines[16];
+
+    for (size_t index = 0; index < 16; index++) {
+        lines[index] = _mm512_load_si512(tile + index * SS_KVRANS_ROWS_MAX);
+    }
+    lanes_transpose(lines);
+    for (size_t index = 0; index < 16; index++) {
+        _mm512_store_si512(turned + index * 4 * 64, lines[index]);
     }
 }
 
