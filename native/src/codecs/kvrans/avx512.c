@@ -467,7 +467,7 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {
     enum { PARTED = 32 };  /* columns whose order parted_place() changes */
-    enum { TOGETHER = 4 }; /* columns behind which rows are made: states leave their registers for that */
+    enum { TOGETHER = 8 }; /* columns behind which rows are made: states leave their registers for that */
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};

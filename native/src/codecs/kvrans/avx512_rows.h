@@ -161,30 +161,41 @@ TARGET_INLINE void rounded_stream(int half, __m512 even, __m512 odd, uint8_t *ta
     _mm512_stream_si512((void *)target, line);
 }
 
-/* rows_unweigh() makes elements of rows of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
-TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
+/* row_unweigh() makes elements of a row of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
+TARGET_INLINE void row_unweigh(const struct tile *tile, const struct angles *bases, size_t row, size_t pairs,
+                               int half) {
     const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
+    const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
+    const float *turns = tile->turns + 2 * pairs * (row % SS_TURNS);
+    uint8_t *target = tile->target + row * tile->pitch;
 
-    for (; count > 0; count--, row++) {
-        const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
-        const float *bases = tile->bases + 2 * pairs * (row / SS_TURNS);
-        const float *turns = tile->turns + 2 * pairs * (row % SS_TURNS);
-        uint8_t *target = tile->target + row * tile->pitch;
-        for (size_t at = 0; at < pairs; at += 32) {
-            __m512 first[2], second[2];
-            for (size_t part = 0; part < 2; part++) {
-                const size_t one = at + 16 * part, other = one + pairs;
-                const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
-                const struct angles angles = turned(angles_load(bases + one, pairs), angles_load(turns + one, pairs));
-                first[part] = _mm512_fnmadd_ps(b, angles.sine, _mm512_mul_ps(a, angles.cosine));
-                second[part] = _mm512_fmadd_ps(a, angles.sine, _mm512_mul_ps(b, angles.cosine));
-            }
-            rounded_stream(half, first[0], first[1], target + 2 * at);
-            rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
+    for (size_t at = 0; at < pairs; at += 32) {
+        __m512 first[2], second[2];
+        for (size_t part = 0; part < 2; part++) {
+            const size_t one = at + 16 * part, other = one + pairs;
+            const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
+            const struct angles angles = turned(bases[one / 16], angles_load(turns + one, pairs));
+            first[part] = _mm512_fnmadd_ps(b, angles.sine, _mm512_mul_ps(a, angles.cosine));
+            second[part] = _mm512_fmadd_ps(a, angles.sine, _mm512_mul_ps(b, angles.cosine));
         }
-        for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
-            rounded_stream(half, numbers_of(tile, symbols, row, at), numbers_of(tile, symbols, row, at + 16),
-                           target + 2 * at);
+        rounded_stream(half, first[0], first[1], target + 2 * at);
+        rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
+    }
+    for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
+        rounded_stream(half, numbers_of(tile, symbols, row, at), numbers_of(tile, symbols, row, at + 16),
+                       target + 2 * at);
+    }
+}
+
+/* rows_unweigh() makes elements of 'count' rows, whole SS_TURNS of them. */
+TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
+    for (const size_t end = row + count; row < end;) {
+        struct angles bases[TILE_COLUMNS / 16];
+        for (size_t part = 0; part < pairs / 16; part++) {
+            bases[part] = angles_load(tile->bases + 2 * pairs * (row / SS_TURNS) + 16 * part, pairs);
+        }
+        for (size_t turn = 0; turn < SS_TURNS; turn++, row++) {
+            row_unweigh(tile, bases, row, pairs, half);
         }
     }
 }
