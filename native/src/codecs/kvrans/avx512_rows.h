@@ -133,16 +133,28 @@ TARGET static void tile_begin(struct tile *tile, const struct ss_kvrans_weighted
     tile->target = (uint8_t *)weighted->elements->target + weighted->vector * tile->pitch + 2 * column;
 }
 
+/* What the rows of one base have in common, in registers. */
+struct rows {
+    struct angles bases[TILE_COLUMNS / 16];
+    __m512 steps[SS_KVRANS_WIDTH_MAX / 16];
+};
+
+/* One row: its symbols (TILE_SIZE apart, of 64 columns each), centres, turns and elements. */
+struct row {
+    const uint8_t *symbols;
+    const float *centres, *turns;
+    uint8_t *target;
+};
+
 /* numbers_of() are those of 16 columns of a row, as quantize/weighted.h computes them. */
-TARGET_INLINE __m512 numbers_of(const struct tile *tile, const uint8_t *symbols, size_t row, size_t column) {
-    const uint8_t *place = symbols + column / TILE_COLUMNS * TILE_SIZE + column % TILE_COLUMNS * 4;
+TARGET_INLINE __m512 numbers_of(const struct rows *rows, const struct row *row, size_t column) {
+    const uint8_t *place = row->symbols + column / TILE_COLUMNS * TILE_SIZE + column % TILE_COLUMNS * 4;
     const __m512i four = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)place));
     const __m512i spread = _mm512_set_epi32(0x0F00, 0x0E00, 0x0D00, 0x0C00, 0x0B00, 0x0A00, 0x0900, 0x0800, 0x0700,
                                             0x0600, 0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
     const __m512i number =
         _mm512_mask_shuffle_epi8(_mm512_castps_si512(_mm512_set1_ps(1)), 0x2222222222222222, four, spread);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), _mm512_load_ps(tile->steps + column),
-                           _mm512_load_ps(tile->centres[row % SS_SHIFTS] + column));
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), rows->steps[column / 16], _mm512_load_ps(row->centres + column));
 }
 
 /* rounded_stream() writes 32 elements past the caches: those of even columns, and those of odd ones. */
@@ -161,41 +173,43 @@ TARGET_INLINE void rounded_stream(int half, __m512 even, __m512 odd, uint8_t *ta
     _mm512_stream_si512((void *)target, line);
 }
 
-/* row_unweigh() makes elements of a row of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
-TARGET_INLINE void row_unweigh(const struct tile *tile, const struct angles *bases, size_t row, size_t pairs,
-                               int half) {
-    const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
-    const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
-    const float *turns = tile->turns + 2 * pairs * (row % SS_TURNS);
-    uint8_t *target = tile->target + row * tile->pitch;
-
+/* row_unweigh() makes elements of a row: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
+TARGET_INLINE void row_unweigh(const struct rows *rows, const struct row *row, size_t pairs, int half) {
     for (size_t at = 0; at < pairs; at += 32) {
         __m512 first[2], second[2];
         for (size_t part = 0; part < 2; part++) {
             const size_t one = at + 16 * part, other = one + pairs;
-            const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
-            const struct angles angles = turned(bases[one / 16], angles_load(turns + one, pairs));
+            const __m512 a = numbers_of(rows, row, one), b = numbers_of(rows, row, other);
+            const struct angles angles = turned(rows->bases[one / 16], angles_load(row->turns + one, pairs));
             first[part] = _mm512_fnmadd_ps(b, angles.sine, _mm512_mul_ps(a, angles.cosine));
             second[part] = _mm512_fmadd_ps(a, angles.sine, _mm512_mul_ps(b, angles.cosine));
         }
-        rounded_stream(half, first[0], first[1], target + 2 * at);
-        rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
+        rounded_stream(half, first[0], first[1], row->target + 2 * at);
+        rounded_stream(half, second[0], second[1], row->target + 2 * (at + pairs));
     }
     for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
-        rounded_stream(half, numbers_of(tile, symbols, row, at), numbers_of(tile, symbols, row, at + 16),
-                       target + 2 * at);
+        rounded_stream(half, numbers_of(rows, row, at), numbers_of(rows, row, at + 16), row->target + 2 * at);
     }
 }
 
-/* rows_unweigh() makes elements of 'count' rows, whole SS_TURNS of them. */
-TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
-    for (const size_t end = row + count; row < end;) {
-        struct angles bases[TILE_COLUMNS / 16];
+/* rows_unweigh() makes elements of 'count' rows of a tile, whole SS_TURNS of them. */
+TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t first, size_t count, size_t pairs, int half) {
+    const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
+    uint8_t *target = tile->target + first * tile->pitch;
+    struct rows rows;
+
+    for (size_t part = 0; part < width / 16; part++) {
+        rows.steps[part] = _mm512_load_ps(tile->steps + 16 * part);
+    }
+    for (const size_t end = first + count; first < end; first += SS_TURNS) {
+        const uint8_t *symbols = tile->turned + first / GROUP * GROUP * width + first % GROUP;
         for (size_t part = 0; part < pairs / 16; part++) {
-            bases[part] = angles_load(tile->bases + 2 * pairs * (row / SS_TURNS) + 16 * part, pairs);
+            rows.bases[part] = angles_load(tile->bases + 2 * pairs * (first / SS_TURNS) + 16 * part, pairs);
         }
-        for (size_t turn = 0; turn < SS_TURNS; turn++, row++) {
-            row_unweigh(tile, bases, row, pairs, half);
+        for (size_t turn = 0; turn < SS_TURNS; turn++, target += tile->pitch) {
+            const struct row row = {symbols + 4 * GROUP * turn, tile->centres[turn % SS_SHIFTS],
+                                    tile->turns + 2 * pairs * turn, target};
+            row_unweigh(&rows, &row, pairs, half);
         }
     }
 }
