@@ -12,7 +12,7 @@
 
 enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
 enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
-enum { SS_TURNS = 16 };  /* vectors whose angles are those of the first of them, turned on by so many tokens */
+enum { SS_TURNS = 16 }; /* vectors whose angles are those of the first of them, turned on by so many tokens */
 
 /* One row of a group's channels, and the rotation of one token. */
 struct ss_weighing {
@@ -168,9 +168,8 @@ SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
 SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
 /*
- * angles() makes the cosines and sines of a token from those of an earlier one, and of the number of tokens between. The
- * angles of a vector are made of those of the first of SS_TURNS vectors, and those of the slice's first one: so a kernel
- * that makes all heads of some vectors before it goes on needs few numbers, which stay in the nearest cache.
+ * angles() turns the cosines and sines of a token on by those of a number of tokens. The slice's first token is turned
+ * to the first of SS_TURNS vectors, and that one to each of them: a kernel needs few angles, in the nearest cache.
  */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \

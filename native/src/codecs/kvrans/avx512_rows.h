@@ -154,7 +154,8 @@ TARGET_INLINE __m512 numbers_of(const struct rows *rows, const struct row *row, 
                                             0x0600, 0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
     const __m512i number =
         _mm512_mask_shuffle_epi8(_mm512_castps_si512(_mm512_set1_ps(1)), 0x2222222222222222, four, spread);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), rows->steps[column / 16], _mm512_load_ps(row->centres + column));
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), rows->steps[column / 16],
+                           _mm512_load_ps(row->centres + column));
 }
 
 /* rounded_stream() writes 32 elements past the caches: those of even columns, and those of odd ones. */
