@@ -12,6 +12,7 @@
 
 enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
 enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
+enum { SS_TURNS = 16 }; /* vectors whose angles are those of the first of them, turned on by so many tokens */
 
 /* One row of a group's channels, and the rotation of one token. */
 struct ss_weighing {
@@ -32,6 +33,8 @@ struct ss_weighted {
     size_t shift;         /* numbers from there to those of the next vector */
     struct ss_weighing by;
     float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
+    float base[SS_HEAD_MAX];  /* of the first of SS_TURNS vectors */
+    size_t based;             /* which vector that is */
     float cosines[SS_HEAD_MAX / 2];
     float sines[SS_HEAD_MAX / 2];
     size_t exact; /* vectors that are stored as they are, where elements are made */
@@ -164,7 +167,10 @@ SS_WEIGHTED_FROM(float16, SS_MOST_FLOAT16)
 SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
 SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
-/* ss_angles() makes the cosines and sines of a token from those of the slice's first token and of its number in it. */
+/*
+ * angles() turns the cosines and sines of a token on by those of a number of tokens. The slice's first token is turned
+ * to the first of SS_TURNS vectors, and that one to each of them: a kernel needs few angles, in the nearest cache.
+ */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \
                                   float *restrict cosines, float *restrict sines) {                                    \

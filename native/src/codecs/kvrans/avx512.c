@@ -466,14 +466,15 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {
-    enum { TOGETHER = 4 }; /* columns behind which rows are made: states leave their registers for that */
+    enum { PARTED = 32 };  /* columns whose order parted_place() changes */
+    enum { TOGETHER = 8 }; /* columns behind which rows are made: states leave their registers for that */
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};
     const int half = weighted->elements->dtype == SS_DTYPE_FLOAT16;
     const rows_maker rows_make = makers[half][weighted->slice->by.pairs / 32];
     const uint32_t width = weighted->width, rows_each = SS_KVRANS_ROWS_MAX / width;
-    _Alignas(64) uint8_t decoded[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
+    _Alignas(64) uint8_t decoded[PARTED * SS_KVRANS_ROWS_MAX];
     struct tile tiles[2]; /* that is written, and that is decoded */
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
     uintptr_t next = (uintptr_t)block->next;
@@ -488,16 +489,19 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
             coded_prefetch(input.next);
             next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
             column_decode(block, first + column, &states, shape, &input.next,
-                          decoded + (size_t)parted_place(column % TILE_COLUMNS) * SS_KVRANS_ROWS_MAX);
+                          decoded + (size_t)parted_place(column % PARTED) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end) {
                 return SS_BAD_DATA;
             }
             if (first > 0 && column % TOGETHER == TOGETHER - 1) {
                 rows_make(&tiles[1 - side], rows_each * (column + 1 - TOGETHER), rows_each * TOGETHER);
             }
-            for (size_t group = 0; column % TILE_COLUMNS == TILE_COLUMNS - 1 && group < GROUPS; group++) {
-                tile_turn(decoded + GROUP * group,
-                          tiles[side].turned + (group * width / TILE_COLUMNS + column / TILE_COLUMNS) * TILE_SIZE);
+            for (size_t group = 0; column % PARTED == PARTED - 1 && group < GROUPS; group++) {
+                uint8_t *turned = tiles[side].turned +
+                                  (group * width / TILE_COLUMNS + column / TILE_COLUMNS) * TILE_SIZE +
+                                  column % TILE_COLUMNS / 32 * 128;
+                tile_turn(decoded + GROUP * group, turned);
+                tile_turn(decoded + GROUP * group + 16 * SS_KVRANS_ROWS_MAX, turned + 64);
             }
         }
     }

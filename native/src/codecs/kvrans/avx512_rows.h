@@ -11,17 +11,16 @@
 /* Where 16 symbols of a row are in tiles that tile_turn() turned, each of 64 rows and 64 columns. */
 enum { TILE_SIZE = GROUP * TILE_COLUMNS };
 
-/* tile_turn() turns the bytes of 64 columns of 64 rows, but leaves each row in quarters, as lanes_transpose() does. */
+/* tile_turn() turns the bytes of 16 columns of 64 rows, but leaves each row in quarters, as lanes_transpose() does. */
 TARGET static void tile_turn(const uint8_t *tile, uint8_t *turned) {
-    for (size_t quarter = 0; quarter < 4; quarter++) {
-        __m512i lines[16];
-        for (size_t index = 0; index < 16; index++) {
-            lines[index] = _mm512_load_si512(tile + (quarter * 16 + index) * SS_KVRANS_ROWS_MAX);
-        }
-        lanes_transpose(lines);
-        for (size_t index = 0; index < 16; index++) {
-            _mm512_store_si512(turned + (index * 4 + quarter) * 64, lines[index]);
-        }
+    __m512i lines[16];
+
+    for (size_t index = 0; index < 16; index++) {
+        lines[index] = _mm512_load_si512(tile + index * SS_KVRANS_ROWS_MAX);
+    }
+    lanes_transpose(lines);
+    for (size_t index = 0; index < 16; index++) {
+        _mm512_store_si512(turned + index * 4 * 64, lines[index]);
     }
 }
 
@@ -32,7 +31,7 @@ TARGET static void tile_turn(const uint8_t *tile, uint8_t *turned) {
 struct tile {
     _Alignas(64) uint8_t turned[SS_KVRANS_WIDTH_MAX * SS_KVRANS_ROWS_MAX];
     _Alignas(64) float steps[SS_KVRANS_WIDTH_MAX], centres[SS_SHIFTS][SS_KVRANS_WIDTH_MAX];
-    const float *angles; /* of the block's first row */
+    const float *bases, *turns; /* angles of each SS_TURNS-th row, and the rows' turns from there on */
     uint8_t *target;
     size_t pitch;
 };
@@ -54,29 +53,50 @@ TARGET_INLINE void parted(__m512 *low, __m512 *high) {
     *high = _mm512_permutex2var_ps(first, odd, second);
 }
 
-/* angles_make() makes the angles of the block's rows, in that order too, as ss_angles() does. */
+/* A vector of cosines, and one of sines. */
+struct angles {
+    __m512 cosine, sine;
+};
+
+TARGET_INLINE struct angles angles_load(const float *cosines, size_t pairs) {
+    return (struct angles){_mm512_loadu_ps(cosines), _mm512_loadu_ps(cosines + pairs)};
+}
+
+/* turned() is angles() of weighted.h. */
+TARGET_INLINE struct angles turned(struct angles from, struct angles turn) {
+    return (struct angles){_mm512_fnmadd_ps(from.sine, turn.sine, _mm512_mul_ps(from.cosine, turn.cosine)),
+                           _mm512_fmadd_ps(from.cosine, turn.sine, _mm512_mul_ps(from.sine, turn.cosine))};
+}
+
+/* angles_put() stores the angles of one row in that order. */
+TARGET_INLINE void angles_put(struct angles first, struct angles second, size_t pairs, float *target) {
+    parted(&first.cosine, &second.cosine);
+    parted(&first.sine, &second.sine);
+    _mm512_store_ps(target, first.cosine);
+    _mm512_store_ps(target + 16, second.cosine);
+    _mm512_store_ps(target + pairs, first.sine);
+    _mm512_store_ps(target + pairs + 16, second.sine);
+}
+
+/* angles_make() makes the angles of every SS_TURNS-th row, and of as many turns. */
 TARGET static void angles_make(const struct ss_kvrans_weighted *weighted) {
     const struct ss_weighted *slice = weighted->slice;
     const size_t pairs = slice->by.pairs;
-    const float *turn = slice->channels->turns + 2 * pairs * weighted->vector, *first = slice->first;
-    float *angles = weighted->angles;
+    const float *turns = slice->channels->turns, *bases = turns + 2 * pairs * weighted->vector;
+    float *target = weighted->angles;
 
-    for (size_t row = 0; pairs != 0 && row < SS_KVRANS_ROWS_MAX; row++, turn += 2 * pairs, angles += 2 * pairs) {
-        for (size_t at = 0; at < pairs; at += 32) {
-            __m512 cosines[2], sines[2];
-            for (size_t part = 0; part < 2; part++) {
-                const size_t pair = at + 16 * part;
-                const __m512 c = _mm512_loadu_ps(first + pair), s = _mm512_loadu_ps(first + pairs + pair);
-                const __m512 cosine = _mm512_loadu_ps(turn + pair), sine = _mm512_loadu_ps(turn + pairs + pair);
-                cosines[part] = _mm512_fnmadd_ps(s, sine, _mm512_mul_ps(c, cosine));
-                sines[part] = _mm512_fmadd_ps(c, sine, _mm512_mul_ps(s, cosine));
-            }
-            parted(&cosines[0], &cosines[1]);
-            parted(&sines[0], &sines[1]);
-            for (size_t part = 0; part < 2; part++) {
-                _mm512_store_ps(angles + at + 16 * part, cosines[part]);
-                _mm512_store_ps(angles + pairs + at + 16 * part, sines[part]);
-            }
+    for (size_t at = 0; at < pairs; at += 32) {
+        const struct angles first = angles_load(slice->first + at, pairs);
+        const struct angles second = angles_load(slice->first + at + 16, pairs);
+        for (size_t row = 0; row < SS_KVRANS_ROWS_MAX; row += SS_TURNS) {
+            const float *base = bases + 2 * pairs * row + at;
+            angles_put(turned(first, angles_load(base, pairs)), turned(second, angles_load(base + 16, pairs)), pairs,
+                       target + 2 * pairs * (row / SS_TURNS) + at);
+        }
+        for (size_t turn = 0; turn < SS_TURNS; turn++) {
+            const float *its = turns + 2 * pairs * turn + at;
+            angles_put(angles_load(its, pairs), angles_load(its + 16, pairs), pairs,
+                       target + 2 * pairs * (SS_KVRANS_ROWS_MAX / SS_TURNS + turn) + at);
         }
     }
 }
@@ -107,21 +127,35 @@ TARGET static void tile_begin(struct tile *tile, const struct ss_kvrans_weighted
             }
         }
     }
-    tile->angles = weighted->angles;
+    tile->bases = weighted->angles;
+    tile->turns = tile->bases + 2 * slice->by.pairs * (SS_KVRANS_ROWS_MAX / SS_TURNS);
     tile->pitch = 2 * slice->by.length;
     tile->target = (uint8_t *)weighted->elements->target + weighted->vector * tile->pitch + 2 * column;
 }
 
+/* What the rows of one base have in common, in registers. */
+struct rows {
+    struct angles bases[TILE_COLUMNS / 16];
+    __m512 steps[SS_KVRANS_WIDTH_MAX / 16];
+};
+
+/* One row: its symbols (TILE_SIZE apart, of 64 columns each), centres, turns and elements. */
+struct row {
+    const uint8_t *symbols;
+    const float *centres, *turns;
+    uint8_t *target;
+};
+
 /* numbers_of() are those of 16 columns of a row, as quantize/weighted.h computes them. */
-TARGET_INLINE __m512 numbers_of(const struct tile *tile, const uint8_t *symbols, size_t row, size_t column) {
-    const uint8_t *place = symbols + column / TILE_COLUMNS * TILE_SIZE + column % TILE_COLUMNS * 4;
+TARGET_INLINE __m512 numbers_of(const struct rows *rows, const struct row *row, size_t column) {
+    const uint8_t *place = row->symbols + column / TILE_COLUMNS * TILE_SIZE + column % TILE_COLUMNS * 4;
     const __m512i four = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)place));
     const __m512i spread = _mm512_set_epi32(0x0F00, 0x0E00, 0x0D00, 0x0C00, 0x0B00, 0x0A00, 0x0900, 0x0800, 0x0700,
                                             0x0600, 0x0500, 0x0400, 0x0300, 0x0200, 0x0100, 0x0000);
     const __m512i number =
         _mm512_mask_shuffle_epi8(_mm512_castps_si512(_mm512_set1_ps(1)), 0x2222222222222222, four, spread);
-    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), _mm512_load_ps(tile->steps + column),
-                           _mm512_load_ps(tile->centres[row % SS_SHIFTS] + column));
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(number), rows->steps[column / 16],
+                           _mm512_load_ps(row->centres + column));
 }
 
 /* rounded_stream() writes 32 elements past the caches: those of even columns, and those of odd ones. */
@@ -140,29 +174,43 @@ TARGET_INLINE void rounded_stream(int half, __m512 even, __m512 odd, uint8_t *ta
     _mm512_stream_si512((void *)target, line);
 }
 
-/* rows_unweigh() makes elements of rows of a tile: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
-TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t row, size_t count, size_t pairs, int half) {
-    const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
-
-    for (; count > 0; count--, row++) {
-        const uint8_t *symbols = tile->turned + row / GROUP * GROUP * width + row % 16 * 256 + row % GROUP / 16 * 16;
-        const float *angles = tile->angles + 2 * pairs * row;
-        uint8_t *target = tile->target + row * tile->pitch;
-        for (size_t at = 0; at < pairs; at += 32) {
-            __m512 first[2], second[2];
-            for (size_t part = 0; part < 2; part++) {
-                const size_t one = at + 16 * part, other = one + pairs;
-                const __m512 a = numbers_of(tile, symbols, row, one), b = numbers_of(tile, symbols, row, other);
-                const __m512 cosine = _mm512_load_ps(angles + one), sine = _mm512_load_ps(angles + other);
-                first[part] = _mm512_fnmadd_ps(b, sine, _mm512_mul_ps(a, cosine));
-                second[part] = _mm512_fmadd_ps(a, sine, _mm512_mul_ps(b, cosine));
-            }
-            rounded_stream(half, first[0], first[1], target + 2 * at);
-            rounded_stream(half, second[0], second[1], target + 2 * (at + pairs));
+/* row_unweigh() makes elements of a row: of 64 columns with 0 or 32 rotated pairs, or of 128 with 64. */
+TARGET_INLINE void row_unweigh(const struct rows *rows, const struct row *row, size_t pairs, int half) {
+    for (size_t at = 0; at < pairs; at += 32) {
+        __m512 first[2], second[2];
+        for (size_t part = 0; part < 2; part++) {
+            const size_t one = at + 16 * part, other = one + pairs;
+            const __m512 a = numbers_of(rows, row, one), b = numbers_of(rows, row, other);
+            const struct angles angles = turned(rows->bases[one / 16], angles_load(row->turns + one, pairs));
+            first[part] = _mm512_fnmadd_ps(b, angles.sine, _mm512_mul_ps(a, angles.cosine));
+            second[part] = _mm512_fmadd_ps(a, angles.sine, _mm512_mul_ps(b, angles.cosine));
         }
-        for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
-            rounded_stream(half, numbers_of(tile, symbols, row, at), numbers_of(tile, symbols, row, at + 16),
-                           target + 2 * at);
+        rounded_stream(half, first[0], first[1], row->target + 2 * at);
+        rounded_stream(half, second[0], second[1], row->target + 2 * (at + pairs));
+    }
+    for (size_t at = 0; pairs == 0 && at < TILE_COLUMNS; at += 32) {
+        rounded_stream(half, numbers_of(rows, row, at), numbers_of(rows, row, at + 16), row->target + 2 * at);
+    }
+}
+
+/* rows_unweigh() makes elements of 'count' rows of a tile, whole SS_TURNS of them. */
+TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t first, size_t count, size_t pairs, int half) {
+    const size_t width = pairs == TILE_COLUMNS ? 2 * TILE_COLUMNS : TILE_COLUMNS;
+    uint8_t *target = tile->target + first * tile->pitch;
+    struct rows rows;
+
+    for (size_t part = 0; part < width / 16; part++) {
+        rows.steps[part] = _mm512_load_ps(tile->steps + 16 * part);
+    }
+    for (const size_t end = first + count; first < end; first += SS_TURNS) {
+        const uint8_t *symbols = tile->turned + first / GROUP * GROUP * width + first % GROUP;
+        for (size_t part = 0; part < pairs / 16; part++) {
+            rows.bases[part] = angles_load(tile->bases + 2 * pairs * (first / SS_TURNS) + 16 * part, pairs);
+        }
+        for (size_t turn = 0; turn < SS_TURNS; turn++, target += tile->pitch) {
+            const struct row row = {symbols + 4 * GROUP * turn, tile->centres[turn % SS_SHIFTS],
+                                    tile->turns + 2 * pairs * turn, target};
+            row_unweigh(&rows, &row, pairs, half);
         }
     }
 }

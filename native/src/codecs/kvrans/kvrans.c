@@ -23,7 +23,7 @@ struct ss_kvrans_decoder {
     struct ss_kvrans_elements elements;
     float scales[SS_KVRANS_ROWS_MAX];            /* one for each row of a block */
     uint8_t column_table[SS_KVRANS_ROW_MAX + 8]; /* unpacked eight at a time */
-    _Alignas(64) float angles[SS_KVRANS_ROWS_MAX * SS_KVRANS_WIDTH_MAX];
+    _Alignas(64) float angles[SS_KVRANS_ANGLES];
 };
 
 static const char *implementation(void) {
@@ -501,7 +501,7 @@ static enum ss_result weighted_elements(struct reader *reader, struct ss_kvrans_
             return SS_BAD_DATA;
         }
         block_ahead(&block, next, row, elements->vectors);
-        if (stored == NULL && ss_kvrans_elements_fit(&block, elements->target)) {
+        if (stored == NULL && ss_kvrans_elements_fit(&block, elements->target) && row % SS_TURNS == 0) {
             weighted.vector = row;
             result = ss_kvrans_kernels_find(ss_isa_active())->decode_weighted(&block, &weighted);
         } else {

@@ -95,11 +95,14 @@ struct ss_kvrans_making {
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
 };
 
+/* Cosines and sines of each SS_TURNS-th row of a block, and of as many turns as there are between. */
+enum { SS_KVRANS_ANGLES = (SS_KVRANS_ROWS_MAX / SS_TURNS + SS_TURNS) * SS_KVRANS_WIDTH_MAX };
+
 /* What rows become elements of 'weighted' with. */
 struct ss_kvrans_weighted {
     const struct ss_weighted *slice;
     const struct ss_elements *elements; /* of 16 bits; of the slice */
-    float *angles;                      /* room for the angles of the block's rows, aligned to 64 bytes */
+    float *angles;                      /* room for SS_KVRANS_ANGLES of them, aligned to 64 bytes */
     size_t vector;                      /* of the slice: the block's first row */
     uint32_t width;                     /* columns that are whole heads: SS_KVRANS_GROUP or SS_KVRANS_WIDTH_MAX */
 };
