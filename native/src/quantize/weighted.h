@@ -12,7 +12,7 @@
 
 enum { SS_WEIGHTED_LIMIT = 127, SS_HEAD_MAX = 1024 };
 enum { SS_SHIFTS = 4 }; /* vectors that follow each other have other centres */
-enum { SS_TURNS = 16 }; /* vectors whose angles are those of the first of them, turned on by so many tokens */
+enum { SS_TURNS = 16 }; /* vectors that share a base: the angles of the first of them */
 
 /* One row of a group's channels, and the rotation of one token. */
 struct ss_weighing {
