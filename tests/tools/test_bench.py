@@ -55,7 +55,7 @@ SMALL = {
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
-    "events": ["--stores", "30000", "--repeats", "1"],
+    "events": ["--stores", "8000", "--repeats", "1"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--fills", "3"),
@@ -121,7 +121,10 @@ SMALL = {
 }
 
 
-CONSTANTS = {"interference": {"FETCH_LAYERS": 1, "OFTEN": 2}}
+CONSTANTS = {
+    "events": {"_MEMORY": "2 MiB", "_FILLING": 10_000, "_SMALL_LOG": 128 << 10, "_OVERFLOWING": 10_000},
+    "interference": {"FETCH_LAYERS": 1, "OFTEN": 2},
+}
 """Constants of benchmarks that have no options: smaller ones for the small run."""
 
 
