@@ -174,7 +174,7 @@ def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, m
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
     assert content["charts"] and content["machine"]["cores"] >= 1 and content["sources"]
     assert content["ratios"].keys() == content["goals"].keys() == content["spread"].keys() != set()
-    # Noise can make differences of times negative and a learned cost 0, and few records fit memory that was freed before.
+    # Noise makes differences of times negative and a learned cost 0, and few records fit memory that was freed before.
     for ratio, value in content["ratios"].items():
         may_be_zero = content["goals"][ratio] == "exactly 0" or "cost_for_each" in ratio or "resident_bytes" in ratio
         assert math.isfinite(value) and (value != 0 or may_be_zero), ratio
