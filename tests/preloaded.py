@@ -33,6 +33,15 @@ _OURS: Final = [sys.executable, "-m", "shadowserve_tools"]
 _ENGINE: Final = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
 _SERVE: Final = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 _VLLM: Final = Path(sys.executable).with_name("vllm")
+IMPORTED_BY_WORKERS: Final = (
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "host_control.vllm.connector",
+)
+"""Modules that a vLLM worker imports, some of them only when it starts."""
 _IMPORTS: Final = {
     "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
     "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
@@ -40,21 +49,19 @@ _IMPORTS: Final = {
     "engine": (
         "shadowserve_tools.bench.parts.engine",
         "vllm.entrypoints.llm",
-        "vllm.model_executor.models.llama",
         "vllm.v1.executor.uniproc_executor",
-        "vllm.v1.worker.cpu_worker",
-        "host_control.vllm.connector",
+        *IMPORTED_BY_WORKERS,
     ),
     "serve": (
         "vllm.entrypoints.cli.benchmark.main",
+        "vllm.entrypoints.cli.main",
         "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.generate.api_router",
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.core",
         "vllm.v1.executor.multiproc_executor",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.llama",
-        "host_control.vllm.connector",
+        *IMPORTED_BY_WORKERS,
     ),
 }
 _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
