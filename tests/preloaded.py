@@ -4,17 +4,16 @@ seconds of that of a benchmark's engine, and thirty of ``vllm serve`` with its t
 ``Preloaded`` replaces ``subprocess.Popen`` for ``python -m shadowserve_tools PROGRAM ...``, the benchmarks' engine and
 ``vllm serve``, whose processes are then forked from each other. A process that has only imported the program forks.
 An intermediate parent ends at once, so the fork becomes a child of the tests. Some programs start normally: programs
-that need a separate process or environment from the first instruction, and those of ``deploy``, ``e2e`` and ``host``,
-which start as a user would start them, except those of the demo, engines that serve only as clients of the tested path,
-and an engine that ends at its configuration.
+that need a separate process or environment from the first instruction, those of ``deploy``, ``host`` and
+``tools/test_cli``, which start as a user would start them, and one ``vllm serve``; at night also one that serves.
 """
 
 import ctypes
-import gc
 import importlib
 import json
 import multiprocessing
 import os
+import runpy
 import shutil
 import signal
 import socket
@@ -34,6 +33,15 @@ _OURS: Final = [sys.executable, "-m", "shadowserve_tools"]
 _ENGINE: Final = [sys.executable, "-m", "shadowserve_tools.bench.parts.engine"]
 _SERVE: Final = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
 _VLLM: Final = Path(sys.executable).with_name("vllm")
+IMPORTED_BY_WORKERS: Final = (
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "host_control.vllm.connector",
+)
+"""Modules that a vLLM worker imports, some of them only when it starts."""
 _IMPORTS: Final = {
     "storage": ("shadowserve_tools.programs.storage", "storage_kv.server"),
     "dpu": ("shadowserve_tools.programs.dpu", "dpu_dataplane.server"),
@@ -41,27 +49,27 @@ _IMPORTS: Final = {
     "engine": (
         "shadowserve_tools.bench.parts.engine",
         "vllm.entrypoints.llm",
-        "vllm.model_executor.models.llama",
         "vllm.v1.executor.uniproc_executor",
-        "vllm.v1.worker.cpu_worker",
-        "host_control.vllm.connector",
+        *IMPORTED_BY_WORKERS,
     ),
     "serve": (
         "vllm.entrypoints.cli.benchmark.main",
+        "vllm.entrypoints.cli.main",
         "vllm.entrypoints.cli.serve",
+        "vllm.entrypoints.generate.api_router",
         "vllm.entrypoints.launchers.api_server.entry",
         "vllm.v1.engine.async_llm",
         "vllm.v1.engine.core",
         "vllm.v1.executor.multiproc_executor",
-        "vllm.v1.worker.cpu_worker",
-        "vllm.model_executor.models.llama",
-        "host_control.vllm.connector",
+        *IMPORTED_BY_WORKERS,
     ),
 }
 _AT_ONCE: Final = ("SHADOWSERVE_NATIVE_LIBRARY", "SHADOWSERVE_TEST")
 """Environment variables that programs read during their import."""
 _OF_ENGINES: Final = ("HF_", "OMP_", "PYTHONPATH", "VLLM_")
 """Variables that an engine's imports read. Engines with equal values are forked from the same process."""
+_OF_EACH_ENGINE: Final = "VLLM_DIST_IDENT"
+"""Variable that each engine sets in its process before it is read."""
 _OF_CHILDREN: Final = ("PATH",)
 """Variables that only the programs read which an engine starts."""
 
@@ -107,8 +115,9 @@ def _program_of(command: list[str], environment: dict[str, str]) -> tuple[str, .
     if command == _ENGINE or command[:4] == _SERVE:
         if not all(name.startswith(_OF_ENGINES + _OF_CHILDREN) for name in changed):
             return ()
-        seen = [f"{name}={value}" for name, value in sorted(environment.items()) if name.startswith(_OF_ENGINES)]
-        return ("engine" if command == _ENGINE else "serve", *seen)
+        read = {name: value for name, value in environment.items() if name.startswith(_OF_ENGINES)}
+        read.pop(_OF_EACH_ENGINE, None)
+        return ("engine" if command == _ENGINE else "serve", *(f"{name}={read[name]}" for name in sorted(read)))
     shared = all(name.startswith(("SHADOWSERVE_", "AWS_")) and not name.startswith(_AT_ONCE) for name in changed)
     return (command[3],) if command[:3] == _OURS and command[3] in _IMPORTS and shared else ()
 
@@ -175,9 +184,7 @@ def _serve(connection: socket.socket) -> list[str]:
 def _main(program: str, connection: int) -> None:
     for module in _IMPORTS[program]:
         importlib.import_module(module)
-    gc.freeze()
-    # At its end an engine would collect over all imports, which copies their memory.
-    gc.freeze = gc.unfreeze = lambda: None  # type: ignore[assignment]
+    runpy.run_path(str(Path(__file__).with_name("frozen_imports.py")))
     arguments = _serve(socket.socket(fileno=connection))
     if program == "engine":
         importlib.import_module(_ENGINE[-1]).main()

@@ -3,8 +3,9 @@
 A process takes a whole file, so that its tests share their fixtures. The tests of the files in ``APART`` share nothing
 and take minutes, so they are separate units. One process takes all files of one of the ``LINES``, one after the other.
 Tests that import or start vLLM are in two of the lines: the import costs seconds, an engine gigabytes, and two at once
-are enough. Tests that import half of vLLM for a model are with them. Tests that install into a temporary system share
-their wheels.
+are enough. One line has the benchmarks' engines, the other ``vllm serve``, several ranks, and what is compared with
+``reference``: each kind has a process that its engines are forked from. Tests that import half of vLLM for a model are
+with them. Tests that install into a temporary system share their wheels.
 """
 
 import os
@@ -18,23 +19,22 @@ PROCESSES_MAX: Final = 8
 
 LINES: Final = (
     (
-        "combinations/test_combinations e2e/test_core_partition e2e/test_demo e2e/test_identity "
-        "e2e/test_vllm_events e2e/test_vllm_groups "
-        "e2e/test_vllm_disaggregation e2e/test_vllm_models e2e/test_vllm_pages e2e/test_vllm_ranks e2e/test_vllm_serve "
-        "models/test_models models/test_size scripts/test_model_asset"
-    ).split(),
-    (
-        "e2e/test_vllm_cache e2e/test_vllm_calibrated e2e/test_vllm_cold e2e/test_vllm_hints "
-        "e2e/test_vllm_in_step "
-        "e2e/test_vllm_new_weights e2e/test_vllm_preemption "
-        "e2e/test_vllm_start e2e/test_vllm_tier "
-        "e2e/test_whole_stack host/vllm/test_identity_requests host/vllm/test_identity_table "
+        "combinations/test_combinations e2e/test_core_partition e2e/test_identity e2e/test_vllm_models "
+        "e2e/test_vllm_tier host/vllm/test_identity_requests host/vllm/test_identity_table "
         "host/vllm/test_identity_weights host/vllm/test_vllm_fetch_policy host/vllm/test_vllm_connector "
         "host/vllm/test_vllm_epochs host/vllm/test_vllm_groups "
         "host/vllm/test_vllm_disaggregation host/vllm/test_vllm_hints "
         "host/vllm/test_vllm_preemption host/vllm/test_vllm_quantized_pages host/vllm/test_vllm_scheduler_groups "
         "host/vllm/test_vllm_scheduler_side host/vllm/test_vllm_start_check host/vllm/test_vllm_support "
-        "host/vllm/test_vllm_take_back host/vllm/test_vllm_timing host/vllm/test_vllm_weights tools/test_bench"
+        "host/vllm/test_vllm_take_back host/vllm/test_vllm_timing host/vllm/test_vllm_weights "
+        "models/test_models models/test_size scripts/test_model_asset tools/test_bench tools/test_bench_quality "
+        "tools/test_calibrate tools/test_doctor_reach"
+    ).split(),
+    (
+        "e2e/test_demo e2e/test_vllm_cache e2e/test_vllm_calibrated e2e/test_vllm_cold e2e/test_vllm_disaggregation "
+        "e2e/test_vllm_events e2e/test_vllm_groups e2e/test_vllm_hints e2e/test_vllm_in_step "
+        "e2e/test_vllm_new_weights e2e/test_vllm_pages e2e/test_vllm_preemption e2e/test_vllm_ranks "
+        "e2e/test_vllm_serve e2e/test_vllm_start e2e/test_whole_stack"
     ).split(),
     "deploy/test_install deploy/test_storage_node".split(),
 )

@@ -39,8 +39,12 @@ _KEYS: Final = 250
 _PIPELINED: Final = 4
 _OK: Final = b"+OK\r\n"
 _MEMORY: Final = "16 MiB"
+_FILLING: Final = 50_000
+"""Keys that fill a node with so much memory."""
 _LOG: Final = 64 << 20
 _SMALL_LOG: Final = 1 << 20
+_OVERFLOWING: Final = 100_000
+"""Keys that are more than the small log holds."""
 _SCALE: Final = 100_000
 
 
@@ -104,7 +108,7 @@ def events(report: Report, programs: Programs, stores: int, repeats: int) -> Non
     subscriber = _Subscriber(endpoint)
     programs.callback(subscriber.close)
     keys = itertools.count()
-    _store(node, keys, 50_000)  # until it is full
+    _store(node, keys, _FILLING)
     published: list[float] = []
     for _ in tracked(range(repeats), "publishing"):
         before = cpu_s(psutil.Process(relay.process.pid))
@@ -125,7 +129,7 @@ def events(report: Report, programs: Programs, stores: int, repeats: int) -> Non
 
 def _logging(stores: int, repeats: int) -> list[float]:
     """Return the CPU time, in seconds for each change, that a log adds to puts that evict."""
-    pools = [MemoryPool.open(StorageConfig.model_validate({"memory_budget_bytes": "16 MiB"})) for _ in range(2)]
+    pools = [MemoryPool.open(StorageConfig.model_validate({"memory_budget_bytes": _MEMORY})) for _ in range(2)]
     changes = pools[0].log_changes(_LOG)
     pools[0].read_changes(0, b"", 0)
     added = []
@@ -169,5 +173,5 @@ def _lag(programs: Programs, keys: Iterator[int]) -> float:
     node = programs.storage("--memory-budget-bytes", _MEMORY, "--events-bytes-max", str(_SMALL_LOG))
     with StorageClient(Login.at(node.address), 60.0) as client:
         client.call("KV.EVENTS", "", "0")
-        _store(node, keys, 100_000)
+        _store(node, keys, _OVERFLOWING)
         return int(client.info(("everything",))["events_bytes"]) / _SMALL_LOG

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from budget_support import SILENT_MS, delayed, held, moved, report
+from budget_support import delayed, held, moved, report
 from dataplane_support import Server, keys_of, kv, kvs, layout, make_record, serving
-from machine import until
+from machine import NEVER_MS, until
 from test_tiers import store, tiers_in, tiers_of
 
 from dpu_dataplane.shared_rate import Mover
@@ -66,12 +66,12 @@ async def test_a_chunk_larger_than_a_turn_is_delivered(stored: Server) -> None:
 async def test_a_fetch_goes_on_without_a_limit_when_decoding_ends(stored: Server) -> None:
     """Symptom: a batch kept its rate after the last decode step, while its request was all that the engine had."""
     async with serving(SHAPE, 1, stored) as (daemon, client):
-        engine: dict[str, Any] = {"engine": b"a", "lasts_ms": SILENT_MS}
+        engine: dict[str, Any] = {"engine": b"a", "lasts_ms": NEVER_MS}
         daemon.budget.report("host", pb.StepReport(decodes=True, rate=1, **engine))  # a chunk would take days
         fetching = asyncio.create_task(client.fetches(KEYS[:1], 1))
         pipeline = daemon.metrics.pipeline
         assert pipeline is not None
-        await until(lambda: pipeline.statistics()[Stage.NET].items > 0)
+        await until(lambda: pipeline.statistics()[Stage.DECOMPRESS].items > 0)  # the other slices wait
         daemon.budget.report("host", pb.StepReport(decodes=False, **engine))
         await fetching
 

@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / na
 from engine import PATIENT, Engine  # noqa: E402
 from family_fixture import family  # noqa: E402, F401
 from machine import free_port, python_path  # noqa: E402
+from preloaded import IMPORTED_BY_WORKERS  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
 from stack import Process  # noqa: E402
 from stack import data_plane as start_daemon  # noqa: E402
@@ -132,15 +133,7 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("PYTHONPATH", python_path())
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            executor.__name__,
-            "vllm.v1.worker.cpu_worker",
-            "vllm.model_executor.models.llama",
-            "host_control.vllm.connector",
-            "tests.frozen_imports",
-        ]
-    )
+    context.set_forkserver_preload([executor.__name__, *IMPORTED_BY_WORKERS, "tests.frozen_imports"])
     monkeypatch.setattr(executor, "get_mp_context", lambda: context)
 
 

@@ -5,6 +5,7 @@ remain: shared memory bandwidth and power.
 """
 
 import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,6 +14,7 @@ from statistics import median
 
 import pytest
 from machine import wait_for
+from preloaded import Preloaded
 
 from shadowserve.cores import on_cores
 from shadowserve_tools.bench.parts.loads import FetchLoop
@@ -85,7 +87,9 @@ def workload() -> Workload:
 @pytest.fixture(scope="module")
 def stack(workload: Workload) -> Iterator[Stack]:
     with ExitStack() as running:
-        stack = Stack(running, MODEL, LOAD, 4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(subprocess, "Popen", Preloaded)
+            stack = Stack(running, MODEL, LOAD, 4)
         put(workload, stack.storage.address)
         yield stack
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 from preloaded import Preloaded
+from stack import serve_environment
 from tiny_models import with_another_first_chunk
 
 from shadowserve_tools import main
@@ -48,6 +49,8 @@ def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any
 def test_second_engine_fetches_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "out.json"
     monkeypatch.setattr(subprocess, "Popen", Preloaded)
+    for variable in serve_environment().items():  # so that all engines are forked from one process
+        monkeypatch.setenv(*variable)
     command = ["demo", "--documents", f"{DOCUMENTS}", "--turns", "2"]
     command += ["--document-bytes", f"{DOCUMENT_BYTES}", "--output-tokens", f"{OUTPUT}"]
     command += ["--model", str(OWN_MODEL), "--json", str(file), "--plot", str(tmp_path / "ttft.svg")]

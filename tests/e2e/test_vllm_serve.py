@@ -1,7 +1,9 @@
 """``vllm serve`` as a user runs it: its processes, the OpenAI API, the connector's entry point, SIGTERM."""
 
 import json
+import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.m
 
 @pytest.fixture
 def server(model: Path, data_plane: Any, patient: dict[str, float], tmp_path: Path) -> Iterator[Server]:
-    server = Server(model, {"data_plane": data_plane.address, **patient}, tmp_path / "server.log")
+    popen = subprocess.Popen if os.environ.get("TEST_NIGHTLY") else Preloaded
+    server = Server(model, {"data_plane": data_plane.address, **patient}, tmp_path / "server.log", popen=popen)
     yield server
     server.kill()
 
@@ -43,7 +46,7 @@ def test_serve_stores_loads_and_stops_on_sigterm(server: Server, data_plane: Any
 
 def test_a_wrong_configuration_ends_vllm_serve_with_one_line_before_weights_load(model: Path, tmp_path: Path) -> None:
     """Symptom: it was reported only after warm-up, inside a traceback, and labelled "command line"."""
-    server = Server(model, {"layer_ordr": True}, tmp_path / "server.log", popen=Preloaded)
+    server = Server(model, {"layer_ordr": True}, tmp_path / "server.log")
     try:
         assert server.process.wait(NEVER_S) == 1
     finally:

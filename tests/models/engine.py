@@ -41,14 +41,18 @@ def imports_aside() -> Iterator[None]:
 
     At each start and end vLLM collects several times over half a million objects of imports, and freezes or unfreezes
     all of them: five times the work of the engine itself. For CUDA's sake vLLM also inspects an unknown class in a
-    separate process, which imports vLLM again: nine seconds each.
+    separate process, which imports vLLM again: nine seconds each. Each engine searches all modules for the kernels that
+    it replaces, half of its start; the first one in a process has replaced them.
     """
     from vllm.model_executor.models import registry
+    from vllm.triton_utils import dispatcher
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("freeze", "unfreeze"):
             patch.setattr(gc, name, lambda: None)
         patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        if dispatcher._registry:
+            patch.setattr(dispatcher, "register_kernels", lambda _: None)
         yield
 
 

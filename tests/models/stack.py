@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import machine
 from machine import PATIENT, WAIT_MAX_S, free_port, python_path, wait_for
+from preloaded import Preloaded
 
 ROOT: Final = Path(__file__).parents[2]
 
@@ -30,7 +31,7 @@ class Process:
         # scripts/test-dpu gives only the daemon a C core with sanitizers.
         special = os.environ.get("TEST_DPU_ENVIRONMENT", "") if self._command[-1] == "dpu" else ""
         with tempfile.TemporaryFile("w+") as log:
-            self._process = subprocess.Popen(
+            self._process = Preloaded(
                 [*self._command, *self._arguments],
                 cwd=ROOT,
                 env=os.environ | dict(setting.split("=", 1) for setting in special.split()),
@@ -87,6 +88,18 @@ def data_plane(storage: str, listen: str = "") -> Process:
     return Process("dpu", "--listen", listen or f"127.0.0.1:{free_port()}", "--storage", storage, *PATIENT)
 
 
+def serve_environment() -> dict[str, str]:
+    """Return the variables that ``vllm serve`` has beside those of this process."""
+    return {
+        "PYTHONPATH": python_path(),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
+        # By default vLLM kills a worker that has not ended after some seconds, as on a busy machine.
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(int(WAIT_MAX_S)),
+    }
+
+
 class Server:
     """``vllm serve``, with the plugin's own configuration ``transfer``, or without the plugin."""
 
@@ -107,14 +120,7 @@ class Server:
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": transfer,
         }
-        self._environment = {
-            "PYTHONPATH": python_path(),
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            # By default vLLM kills a worker that has not ended after some seconds, as on a busy machine.
-            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": str(int(WAIT_MAX_S)),
-        }
+        self._environment = serve_environment()
         arguments = [
             *("--served-model-name", "small", "--host", "127.0.0.1", "--port", str(port)),
             # By default vLLM kills its workers immediately at a stop request.

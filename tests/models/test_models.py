@@ -1,10 +1,15 @@
 """A small matrix of models: three families and a few cells; `make models` runs all of them."""
 
+import json
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import answers as answers_module
+import families
 import model_matrix
 import pytest
 from answers import Answer, difference
@@ -19,8 +24,23 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 CELLS = ("sensitive", "one chunk", "window", "local then stored", "chunked prefill", "a record is lost")
 
 
-def test_answers_are_those_of_the_engine_without_the_plugin() -> None:
-    for family in run_families(["llama", "gemma3", "qwen3_next"], CELLS):
+@pytest.fixture
+def terminable() -> Iterator[None]:
+    """This process handles SIGTERM as before, once the test has ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_answers_are_those_of_the_engine_without_the_plugin(terminable: None) -> None:
+    """In this process, which has imported vLLM."""
+    reader, writer = os.pipe()
+    with open(reader) as lines:
+        with open(writer, "w"):
+            families.main([str(writer), "llama,gemma3,qwen3_next", ",".join(CELLS)])
+        found = [json.loads(line) for line in lines]
+    assert [family["name"] for family in found] == ["llama", "gemma3", "qwen3_next"]
+    for family in found:
         assert not failed(family), family
         assert set(family["cells"]) == set(CELLS), family
         assert family["cells"]["sensitive"]["outcome"] == "passed"
@@ -101,11 +121,11 @@ def test_a_family_that_ends_its_process_is_the_only_one_to_fail(
     (tmp_path / "families.py").write_text(_CRASHES)
     monkeypatch.setattr(model_matrix, "HERE", tmp_path)
     names = ["llama", "qwen3", "gemma3", "phi3", "mtp", "eagle"]
-    families = list(run_families(names, ["one chunk", "abort"]))
-    assert [family["name"] for family in families] == names
-    assert [family["name"] for family in families if failed(family)] == ["gemma3", "eagle"]
-    assert families[2]["failed"] == "its process ended with -6" and "the end of it" in families[2]["log"]
-    assert families[0]["asked"] == "one chunk,abort"
+    found = list(run_families(names, ["one chunk", "abort"]))
+    assert [family["name"] for family in found] == names
+    assert [family["name"] for family in found if failed(family)] == ["gemma3", "eagle"]
+    assert found[2]["failed"] == "its process ended with -6" and "the end of it" in found[2]["log"]
+    assert found[0]["asked"] == "one chunk,abort"
 
 
 @pytest.mark.parametrize(

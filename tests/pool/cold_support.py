@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import pytest
 from faulty_s3 import BUCKET, FaultyS3
 from machine import wait_for
 from pool_support import file_pool
@@ -16,6 +17,7 @@ from store_driver import Driver, taken
 from shadowserve import native, record
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import storage_key
+from shadowserve.pool.cold import writes
 from shadowserve.pool.cold.config import S3Config
 from shadowserve.pool.cold.layout import Place, finish
 from shadowserve.pool.cold.tier import ColdTier
@@ -96,6 +98,16 @@ class Chain:
     @property
     def keys(self) -> list[bytes]:
         return [storage_key(name) for name, *_ in self.records]
+
+
+def written(open_node: Opens, chain: Chain) -> Node:
+    """Return a node that has stored a chain, and written it at once as an object with most records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(writes, "RECORDS_MAX", len(chain.records))
+        node = open_node(gather_s=0.5)
+    node.store_chain(chain)
+    node.await_written(1)
+    return node
 
 
 def s3_config(endpoint: str, **keys: Any) -> S3Config:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cold_support import MIB, Chain, Node, Opens
+from cold_support import MIB, Chain, Node, Opens, written
 from faulty_s3 import Answer, Asked, FaultyS3
 from machine import wait_for
 
@@ -15,9 +15,7 @@ from shadowserve.pool.types import Lease
 
 def reader(open_node: Opens, chain: Chain, **keys: Any) -> Node:
     """Return a node that knows the records of a chain, which another one has stored in one object."""
-    node = open_node(gather_s=0.5)
-    node.store_chain(chain)
-    node.await_written(1)
+    written(open_node, chain)
     other = open_node(reads_at_once=1, **keys)
     other.await_known(len(chain.records))
     return other

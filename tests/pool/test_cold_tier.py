@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cold_support import MIB, Chain, Node, Opens, nodes
+from cold_support import MIB, Chain, Node, Opens, nodes, written
 from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
 from machine import drive, wait_for
 
@@ -19,9 +19,7 @@ CHAIN = Chain("prefix", 12)
 
 def filled(open_node: Opens, chain: Chain = CHAIN) -> Node:
     """Return a node with a stored chain. The bucket has all of it in one object."""
-    node = open_node(gather_s=0.5)
-    node.store_chain(chain)
-    node.await_written(1)
+    node = written(open_node, chain)
     node.await_known(len(chain.records))
     return node
 

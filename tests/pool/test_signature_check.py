@@ -48,6 +48,12 @@ def words_of_the_server(path: Path) -> str:
 
 
 @pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening a device that another process has fails at once."""
+    monkeypatch.setitem(BlockDevice.__init__.__kwdefaults__, "busy_wait_s", 0.0)
+
+
+@pytest.fixture
 def volume(tmp_path: Path) -> Path:
     """A file that is a volume with forty objects."""
     path = tmp_path / "volume"
@@ -155,6 +161,7 @@ def test_verify_status_and_server_describe_a_truncated_device_alike(volume: Path
     assert words in row["state"] and row["pool"] != "none"
 
 
+@pytest.mark.usefixtures("impatient")
 def test_status_also_lists_devices_that_cannot_be_opened(volume: Path, tmp_path: Path) -> None:
     with closing(BlockDevice(tmp_path / "used", size=MIB)):
         done = run("pool", "status", tmp_path / "used", volume, "--json")
@@ -348,6 +355,7 @@ def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
     assert run("verify", volume).exit_code == 0
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("how", ["device", "its file"])
 def test_a_mounted_device_is_not_formatted_even_when_forced(how: str, loop: Path, tmp_path: Path) -> None:
     if shutil.which("mkfs.ext4", path=os.environ["PATH"] + ":/usr/sbin:/sbin") is None:

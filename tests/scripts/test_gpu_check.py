@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,10 @@ def script(tmp_path: Path) -> Path:
 
 def run(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, str(script), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S, check=False, cwd=script.parent)
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1] / "packages")}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=NEVER_S, check=False, cwd=script.parent, env=environment
+    )
 
 
 def test_missing_wheels_exit_with_2_and_the_command_that_gets_them(script: Path) -> None:
@@ -32,6 +36,9 @@ def test_missing_wheels_exit_with_2_and_the_command_that_gets_them(script: Path)
 
 
 def test_a_failed_step_is_recorded_and_the_others_run(script: Path) -> None:
+    (script.parents[1] / "packages").mkdir()
+    for name in ("pytest", "shadowserve_tools", "torch", "triton"):
+        (script.parents[1] / "packages" / f"{name}.py").write_text("raise SystemExit('a broken package')")
     done = run(script, "--rehearse", "--output", "found.json")
     assert done.returncode == 1, done.stdout + done.stderr
     found = json.loads((script.parent / "found.json").read_text())
@@ -39,4 +46,5 @@ def test_a_failed_step_is_recorded_and_the_others_run(script: Path) -> None:
     statuses = {step["step"]: step["status"] for step in found["steps"]}
     assert statuses.keys() >= {"build the C test", "the CUDA driver", "deliveries into GPU memory", "bench gpu"}
     assert "passed" not in statuses.values()
+    assert [step["output"] for step in found["steps"]].count("a broken package\n") == 3
     assert "native/tests/test_cuda" in statuses["the CUDA driver"], "the message contains the missing program"

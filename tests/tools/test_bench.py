@@ -55,7 +55,7 @@ SMALL = {
     "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
     "pages": ["--layers", "2", "--repeats", "1"],
     "isolation": ["--samples", "100"],
-    "events": ["--stores", "30000", "--repeats", "1"],
+    "events": ["--stores", "8000", "--repeats", "1"],
     "serving": [
         *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
         *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--fills", "3"),
@@ -121,7 +121,10 @@ SMALL = {
 }
 
 
-CONSTANTS = {"interference": {"FETCH_LAYERS": 1, "OFTEN": 2}}
+CONSTANTS = {
+    "events": {"_MEMORY": "2 MiB", "_FILLING": 10_000, "_SMALL_LOG": 128 << 10, "_OVERFLOWING": 10_000},
+    "interference": {"FETCH_LAYERS": 1, "OFTEN": 2},
+}
 """Constants of benchmarks that have no options: smaller ones for the small run."""
 
 
@@ -171,8 +174,9 @@ def test_a_small_run_writes_its_table_data_and_plot(tmp_path: Path, name: str, m
     assert content["rows"] and all(set(row) <= set(content["columns"]) for row in content["rows"])
     assert content["charts"] and content["machine"]["cores"] >= 1 and content["sources"]
     assert content["ratios"].keys() == content["goals"].keys() == content["spread"].keys() != set()
-    for ratio, value in content["ratios"].items():  # noise can make differences of times negative, and a learned cost 0
-        may_be_zero = content["goals"][ratio] == "exactly 0" or "cost_for_each" in ratio
+    # Noise makes differences of times negative and a learned cost 0, and few records fit memory that was freed before.
+    for ratio, value in content["ratios"].items():
+        may_be_zero = content["goals"][ratio] == "exactly 0" or "cost_for_each" in ratio or "resident_bytes" in ratio
         assert math.isfinite(value) and (value != 0 or may_be_zero), ratio
         assert value == 0 or content["goals"][ratio] != "exactly 0", ratio
     if name == "nodes":  # too short to be predicted, but the model takes it

@@ -20,7 +20,7 @@ from shadowserve.calibration import PRESETS, Calibration
 from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import ModelIdentity
 from shadowserve.proto.convert import engine_message
-from shadowserve_tools import main
+from shadowserve_tools import listener, main
 from shadowserve_tools.doctor.connector import VLLM_KEYS
 from shadowserve_tools.listener import identify
 from shadowserve_tools.processes import Child, start_data_plane, start_redis, start_storage
@@ -111,7 +111,7 @@ def test_each_member_of_a_fleet_is_asked(storage: Child, tmp_path: Path) -> None
     assert states[f"storage node {storage.address}"] == "ok", states
 
 
-def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
+def test_an_http_server_and_a_silent_one_are_recognized(monkeypatch: pytest.MonkeyPatch) -> None:
     class Quiet(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
@@ -122,6 +122,7 @@ def test_an_http_server_and_a_silent_one_are_recognized(storage: Child) -> None:
         found = on_host(address, address)
     assert found["storage server"][0] == found["data plane"][0] == "failed"
     assert "an HTTP server" in found["storage server"][1] and "an HTTP server" in found["data plane"][1]
+    monkeypatch.setattr(listener, "TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         assert identify(f"127.0.0.1:{silent.getsockname()[1]}").protocol == "silent"
 
