@@ -20,7 +20,7 @@ from shadowserve.calibration import Calibration
 from shadowserve.chunk import Quantizer
 from shadowserve.keys import storage_key
 from shadowserve.native import Codec
-from shadowserve_tools.calibrate import calibrate
+from shadowserve_tools import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
@@ -31,7 +31,7 @@ CHUNKS = 2
 def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's calibration, made by the command."""
     path = tmp_path_factory.mktemp("calibration") / "model.calibration"
-    made = CliRunner().invoke(calibrate, [str(model), "--output", str(path)], catch_exceptions=False)
+    made = CliRunner().invoke(main, ["calibrate", str(model), "--output", str(path)], catch_exceptions=False)
     assert made.exit_code == 0, made.output
     return path
 
