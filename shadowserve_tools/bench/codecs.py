@@ -316,7 +316,7 @@ def _near_lossless(report: Report, layers: int, size: int, repeats: int) -> None
 
 
 def _harmonic_means(keys: list[float], values: list[float]) -> list[float]:
-    """Return the speeds of as many bytes of both."""
+    """Return the speed of decoding as many bytes of keys as of values, for each turn."""
     return list(map(statistics.harmonic_mean, zip(keys, values, strict=True)))
 
 

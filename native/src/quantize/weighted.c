@@ -57,7 +57,7 @@ static void slice_begin(struct ss_weighted *slice, const struct ss_channels *cha
                                      .sines = slice->sines,
                                      .length = channels->vector_length,
                                      .pairs = row % channels->kinds == 0 ? channels->pairs : 0};
-    slice->based = SIZE_MAX;
+    slice->base_vector = SIZE_MAX; /* none */
     slice->by.head = slice->by.pairs != 0 ? channels->head_length : channels->vector_length;
     for (size_t pair = 0; pair < slice->by.pairs; pair++) {
         double angle = channels->frequencies[pair] * (double)position;
@@ -71,13 +71,14 @@ static void slice_at(struct ss_weighted *slice, size_t vector) {
     const float *turns = slice->channels->turns;
 
     slice->by.centres = slice->centres + vector % SS_SHIFTS * slice->shift;
-    if (pairs != 0 && slice->based != base) {
+    if (pairs == 0) {
+        return;
+    }
+    if (slice->base_vector != base) {
         slice->kernels->angles(slice->first, turns + 2 * pairs * base, pairs, slice->base, slice->base + pairs);
-        slice->based = base;
+        slice->base_vector = base;
     }
-    if (pairs != 0) {
-        slice->kernels->angles(slice->base, turns + 2 * pairs * (vector - base), pairs, slice->cosines, slice->sines);
-    }
+    slice->kernels->angles(slice->base, turns + 2 * pairs * (vector - base), pairs, slice->cosines, slice->sines);
 }
 
 enum ss_result ss_quantize_weighted(enum ss_dtype dtype, const struct ss_channels *channels, uint32_t row,

@@ -33,8 +33,8 @@ struct ss_weighted {
     size_t shift;         /* numbers from there to those of the next vector */
     struct ss_weighing by;
     float first[SS_HEAD_MAX]; /* cosines, then sines, of the first token */
-    float base[SS_HEAD_MAX];  /* of the first of SS_TURNS vectors */
-    size_t based;             /* which vector that is */
+    float base[SS_HEAD_MAX];  /* cosines, then sines, of 'base_vector' */
+    size_t base_vector;       /* first of the SS_TURNS vectors that the current one belongs to */
     float cosines[SS_HEAD_MAX / 2];
     float sines[SS_HEAD_MAX / 2];
     size_t exact; /* vectors that are stored as they are, where elements are made */
@@ -168,8 +168,9 @@ SS_WEIGHTED_FROM(bfloat16, SS_MOST_FLOAT32)
 SS_WEIGHTED_FROM(float32, SS_MOST_FLOAT32)
 
 /*
- * angles() turns the cosines and sines of a token on by those of a number of tokens. The slice's first token is turned
- * to the first of SS_TURNS vectors, and that one to each of them: a kernel needs few angles, in the nearest cache.
+ * angles() adds two angles, both given by their cosines and sines: 'first' of a token, 'turn' of a number of tokens. An
+ * angle of a vector is that of the slice's first token, plus the turn to the vector's base, plus the turn from there to
+ * the vector. So a kernel needs few angles, which stay in the nearest cache.
  */
 #define SS_ANGLES(attributes)                                                                                          \
     attributes static void angles(const float *restrict first, const float *restrict turn, size_t pairs,               \

@@ -466,8 +466,8 @@ TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, 
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {
-    enum { PARTED = 32 };  /* columns whose order parted_place() changes */
     enum { TOGETHER = 8 }; /* columns behind which rows are made: states leave their registers for that */
+    _Static_assert(SS_KVRANS_ROWS_MAX / SS_KVRANS_WIDTH_MAX * TOGETHER % SS_TURNS == 0, "rows of whole bases");
     static const rows_maker makers[2][3] = {
         {rows_unweigh_bfloat16_0, rows_unweigh_bfloat16_32, rows_unweigh_bfloat16_64},
         {rows_unweigh_float16_0, rows_unweigh_float16_32, rows_unweigh_float16_64}};
@@ -499,9 +499,9 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
             for (size_t group = 0; column % PARTED == PARTED - 1 && group < GROUPS; group++) {
                 uint8_t *turned = tiles[side].turned +
                                   (group * width / TILE_COLUMNS + column / TILE_COLUMNS) * TILE_SIZE +
-                                  column % TILE_COLUMNS / 32 * 128;
+                                  column % TILE_COLUMNS / PARTED * 4 * PARTED;
                 tile_turn(decoded + GROUP * group, turned);
-                tile_turn(decoded + GROUP * group + 16 * SS_KVRANS_ROWS_MAX, turned + 64);
+                tile_turn(decoded + GROUP * group + PARTED / 2 * SS_KVRANS_ROWS_MAX, turned + 2 * PARTED);
             }
         }
     }

@@ -37,11 +37,13 @@ struct tile {
 };
 
 /*
- * parted_place() returns where in a tile a column is: of 32 columns, the even ones before the odd ones, so that those
+ * parted_place() returns the place of one of PARTED columns: the even ones are before the odd ones, so that those
  * of 32 bits that become the two halves of a 32-bit lane are in one lane of two registers. parted() puts numbers there.
  */
+enum { PARTED = 32 };
+
 TARGET_INLINE uint32_t parted_place(uint32_t column) {
-    return column / 32 * 32 + column % 2 * 16 + column % 32 / 2;
+    return column % 2 * (PARTED / 2) + column / 2;
 }
 
 TARGET_INLINE void parted(__m512 *low, __m512 *high) {
@@ -58,6 +60,7 @@ struct angles {
     __m512 cosine, sine;
 };
 
+/* angles_load() loads 16 cosines, and the sines 'pairs' numbers behind them. */
 TARGET_INLINE struct angles angles_load(const float *cosines, size_t pairs) {
     return (struct angles){_mm512_loadu_ps(cosines), _mm512_loadu_ps(cosines + pairs)};
 }
@@ -192,6 +195,9 @@ TARGET_INLINE void row_unweigh(const struct rows *rows, const struct row *row, s
         rounded_stream(half, numbers_of(rows, row, at), numbers_of(rows, row, at + 16), row->target + 2 * at);
     }
 }
+
+/* The rows of one base are those whose symbols tile_turn() puts 4 * GROUP apart. */
+_Static_assert(SS_TURNS == 16 && SS_TURNS % SS_SHIFTS == 0, "rows of a base");
 
 /* rows_unweigh() makes elements of 'count' rows of a tile, whole SS_TURNS of them. */
 TARGET_INLINE void rows_unweigh(const struct tile *tile, size_t first, size_t count, size_t pairs, int half) {

@@ -191,7 +191,8 @@ struct ss_kvrans_kernels {
 
     /*
      * decode_weighted() is decode() and then ss_unweigh() of the block's rows. For blocks of ss_kvrans_elements_fit()
-     * only. NULL where it would gain nothing. The caller orders its stores.
+     * only, whose first row is a base (a multiple of SS_TURNS). NULL where it would gain nothing. The caller orders its
+     * stores.
      */
     enum ss_result (*decode_weighted)(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted);
 
