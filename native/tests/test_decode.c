@@ -11,7 +11,7 @@
 
 #include <math.h>
 
-enum { COUNT_MAX = 600 * 320, STREAM_MAX = 4 * COUNT_MAX + 4096, SCALES_MAX = 600 };
+enum { COUNT_MAX = 768 * 256, STREAM_MAX = 4 * COUNT_MAX + 4096, SCALES_MAX = 600 };
 enum { AROUND = 4096 }; /* bytes before and behind the target that must not change */
 
 static struct guarded stream, scratch, expected, target, scales;
@@ -223,7 +223,7 @@ static struct shape lossless(enum ss_dtype dtype, uint32_t bins, size_t vectors,
 static void check_lossless(void) {
     static const enum ss_dtype all[] = {SS_DTYPE_UINT8, SS_DTYPE_FLOAT8_E4M3, SS_DTYPE_FLOAT16, SS_DTYPE_BFLOAT16,
                                         SS_DTYPE_FLOAT32};
-    static const size_t lengths[] = {64, 192, 320, 704, 100};
+    static const size_t lengths[] = {64, 192, 320, 768, 100}; /* 64 lanes, 128, 128, 256 */
     static const uint32_t bins[] = {32, 64, 200, 256};
 
     for (size_t index = 0; index < sizeof(all) / sizeof(all[0]); index++) {

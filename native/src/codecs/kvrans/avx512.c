@@ -184,6 +184,11 @@ TARGET static int is_range(const struct ss_kvrans_block *block) {
     return block->shift == 0 && _mm512_cmpneq_epi8_mask(_mm512_load_si512(block->value), range) == 0;
 }
 
+/* kind_of() numbers the kinds of code for 'quarters': for any tables, and for tables of few entries in two ways. */
+static int kind_of(const struct ss_kvrans_block *block, enum fit fit) {
+    return fit == FIT_NOT ? 0 : fit == FIT && block->shift == 0 ? 1 : 2;
+}
+
 TARGET static struct states states_load(const struct ss_kvrans_block *block) {
     struct states states;
 
@@ -400,25 +405,36 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define ELEMENTS_DECODE(name, lane_groups, shift, range, bare)                                                         \
+#define ELEMENTS_DECODE(name, lane_groups, shift)                                                                      \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
                                       struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, bare, FIT_NOT, NULL};                        \
+        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 1, FIT_NOT, NULL};                               \
         return elements_decode(block, making, states, shape);                                                          \
     }
 
-ELEMENTS_DECODE(elements_decode_64, 1, 0, 0, 1)
-ELEMENTS_DECODE(elements_decode_128, 2, 0, 0, 1)
-ELEMENTS_DECODE(elements_decode_256, 4, 0, 0, 1)
-ELEMENTS_DECODE(elements_decode_64_low, 1, 1, 0, 1)
-ELEMENTS_DECODE(elements_decode_128_low, 2, 1, 0, 1)
-ELEMENTS_DECODE(elements_decode_256_low, 4, 1, 0, 1)
-ELEMENTS_DECODE(planes_decode_64, 1, 0, 1, 0)
-ELEMENTS_DECODE(planes_decode_128, 2, 0, 1, 0)
-ELEMENTS_DECODE(planes_decode_256, 4, 0, 1, 0)
-ELEMENTS_DECODE(planes_decode_64_low, 1, block->shift, 0, 0)
-ELEMENTS_DECODE(planes_decode_128_low, 2, block->shift, 0, 0)
-ELEMENTS_DECODE(planes_decode_256_low, 4, block->shift, 0, 0)
+ELEMENTS_DECODE(elements_decode_64, 1, 0)
+ELEMENTS_DECODE(elements_decode_128, 2, 0)
+ELEMENTS_DECODE(elements_decode_256, 4, 0)
+ELEMENTS_DECODE(elements_decode_64_low, 1, 1)
+ELEMENTS_DECODE(elements_decode_128_low, 2, 1)
+ELEMENTS_DECODE(elements_decode_256_low, 4, 1)
+
+#define PLANES_DECODE(name, lane_groups, shift, fit)                                                                   \
+    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
+                                      const struct quarters *quarters, struct states *states) {                        \
+        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 0, fit, quarters};                               \
+        return elements_decode(block, making, states, shape);                                                          \
+    }
+
+PLANES_DECODE(planes_decode_64, 1, block->shift, FIT_NOT)
+PLANES_DECODE(planes_decode_128, 2, block->shift, FIT_NOT)
+PLANES_DECODE(planes_decode_256, 4, block->shift, FIT_NOT)
+PLANES_DECODE(planes_decode_64_fit, 1, 0, FIT)
+PLANES_DECODE(planes_decode_128_fit, 2, 0, FIT)
+PLANES_DECODE(planes_decode_256_fit, 4, 0, FIT)
+PLANES_DECODE(planes_decode_64_fit_low, 1, block->shift, FIT_LARGE)
+PLANES_DECODE(planes_decode_128_fit_low, 2, block->shift, FIT_LARGE)
+PLANES_DECODE(planes_decode_256_fit_low, 4, block->shift, FIT_LARGE)
 
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
@@ -444,19 +460,18 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                            uint8_t *target) {
+    static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct ss_kvrans_making *,
+                                                  const struct quarters *, struct states *) = {
+        {planes_decode_64, planes_decode_128, planes_decode_256},
+        {planes_decode_64_fit, planes_decode_128_fit, planes_decode_256_fit},
+        {planes_decode_64_fit_low, planes_decode_128_fit_low, planes_decode_256_fit_low}};
     const struct ss_kvrans_making making = {
         .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
-    const int range = is_range(block);
+    struct quarters quarters[SS_KVRANS_TABLES_MAX];
     struct states states = states_load(block);
-    enum ss_result result;
+    const int kind = kind_of(block, quarters_all(block, quarters));
+    const enum ss_result result = decoders[kind][block->lanes / 128](block, &making, quarters, &states);
 
-    if (block->lanes == 256) {
-        result = (range ? planes_decode_256 : planes_decode_256_low)(block, &making, &states);
-    } else if (block->lanes == 128) {
-        result = (range ? planes_decode_128 : planes_decode_128_low)(block, &making, &states);
-    } else {
-        result = (range ? planes_decode_64 : planes_decode_64_low)(block, &making, &states);
-    }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -510,38 +525,33 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define WEIGHTED_DECODE(name, lane_groups, shift, range, fit)                                                          \
+#define WEIGHTED_DECODE(name, lane_groups, shift, fit)                                                                 \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted,  \
                                       const struct quarters *quarters, struct states *states) {                        \
-        const struct shape shape = {GROUPS, lane_groups, shift, range, 1, 0, fit, quarters};                           \
+        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 0, fit, quarters};                               \
         return weighted_decode(block, weighted, states, shape);                                                        \
     }
 
-WEIGHTED_DECODE(weighted_decode_64, 1, 0, 1, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_128, 2, 0, 1, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_256, 4, 0, 1, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_64_low, 1, block->shift, 0, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_128_low, 2, block->shift, 0, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_256_low, 4, block->shift, 0, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_64_fit, 1, 0, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_128_fit, 2, 0, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_256_fit, 4, 0, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_64_fit_low, 1, block->shift, 0, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_128_fit_low, 2, block->shift, 0, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_256_fit_low, 4, block->shift, 0, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_64, 1, block->shift, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_128, 2, block->shift, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_256, 4, block->shift, FIT_NOT)
+WEIGHTED_DECODE(weighted_decode_64_fit, 1, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_128_fit, 2, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_256_fit, 4, 0, FIT)
+WEIGHTED_DECODE(weighted_decode_64_fit_low, 1, block->shift, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_128_fit_low, 2, block->shift, FIT_LARGE)
+WEIGHTED_DECODE(weighted_decode_256_fit_low, 4, block->shift, FIT_LARGE)
 
 TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *given,
                                              const struct ss_kvrans_weighted *weighted) {
-    static enum ss_result (*const decoders[4][3])(const struct ss_kvrans_block *, const struct ss_kvrans_weighted *,
+    static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct ss_kvrans_weighted *,
                                                   const struct quarters *, struct states *) = {
-        {weighted_decode_64_low, weighted_decode_128_low, weighted_decode_256_low},
         {weighted_decode_64, weighted_decode_128, weighted_decode_256},
         {weighted_decode_64_fit, weighted_decode_128_fit, weighted_decode_256_fit},
         {weighted_decode_64_fit_low, weighted_decode_128_fit_low, weighted_decode_256_fit_low}};
     struct ss_kvrans_block shifted = *given;
     const struct ss_kvrans_block *block = &shifted;
     struct quarters quarters[SS_KVRANS_TABLES_MAX];
-    enum fit fit;
     enum ss_result result;
     struct states states = states_load(block);
     int kind;
@@ -550,8 +560,7 @@ TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *given
         shifted.value[index] ^= 0x80; /* numbers_of() takes symbols plus 128 */
     }
     angles_make(weighted);
-    fit = quarters_all(block, quarters);
-    kind = fit == FIT_NOT ? is_range(block) : fit == FIT && block->shift == 0 ? 2 : 3;
+    kind = kind_of(block, quarters_all(block, quarters));
     result = decoders[kind][block->lanes / 128](block, weighted, quarters, &states);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }

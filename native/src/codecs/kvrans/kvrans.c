@@ -47,6 +47,14 @@ static const uint8_t *take(struct reader *reader, size_t size) {
     return taken;
 }
 
+static uint32_t load32(const uint8_t *source) {
+    return (uint32_t)source[0] | (uint32_t)source[1] << 8 | (uint32_t)source[2] << 16 | (uint32_t)source[3] << 24;
+}
+
+static uint64_t load64(const uint8_t *source) {
+    return load32(source) | (uint64_t)load32(source + 4) << 32;
+}
+
 /*
  * values_read() reads the alphabet, of 'count' values: either the first of a range, which goes on from the largest
  * value with 0, or all of them in ascending order.
@@ -77,16 +85,22 @@ static int column_tables_read(struct reader *reader, uint32_t columns, uint32_t 
     const uint8_t *packed = take(reader, size);
     const uint64_t fours = ((1ull << 4 * bits) - 1), twos = ((1ull << 2 * bits) - 1) * 0x0000000100000001;
     const uint64_t ones = ((1ull << bits) - 1) * 0x0001000100010001, bytes = 0x0101010101010101;
+    const uint64_t mask = (1ull << 8 * bits) - 1;
     uint64_t over = 0;
 
     if (packed == NULL) {
         return 0;
     }
     for (uint32_t column = 0; column < columns; column += 8) {
-        uint64_t word = 0; /* eight numbers are 'bits' whole bytes */
+        const size_t at = (size_t)column / 8 * bits; /* eight numbers are 'bits' whole bytes */
+        uint64_t word = 0;
         uint8_t unpacked[8];
-        for (uint32_t byte = 0; byte < bits && column / 8 * bits + byte < size; byte++) {
-            word |= (uint64_t)packed[column / 8 * bits + byte] << 8 * byte;
+        if (size - at >= 8) {
+            word = load64(packed + at) & mask;
+        } else {
+            for (size_t byte = 0; byte < bits && at + byte < size; byte++) {
+                word |= (uint64_t)packed[at + byte] << 8 * byte;
+            }
         }
         if (columns - column < 8 && word >> (columns - column) * bits != 0) {
             return 0; /* padding */
@@ -108,11 +122,18 @@ struct bits {
     const uint8_t *next;
     const uint8_t *end;
     uint64_t word;
-    uint32_t count; /* in 'word'; behind them are zeros */
+    uint32_t count; /* in 'word'; behind them are zeros, or some bits of 'next' */
     uint32_t short_of;
 };
 
+/* bits_fill() gets at least 56 bits into 'word', or all of the section. */
 static void bits_fill(struct bits *bits) {
+    if (bits->end - bits->next >= 8) {
+        bits->word |= load64(bits->next) << bits->count;
+        bits->next += (63 - bits->count) / 8;
+        bits->count |= 56;
+        return;
+    }
     while (bits->count <= 56 && bits->next < bits->end) {
         bits->word |= (uint64_t)*bits->next++ << bits->count;
         bits->count += 8;
@@ -136,15 +157,17 @@ static uint32_t bits_take(struct bits *bits, uint32_t count) {
  */
 static uint32_t frequency_read(struct bits *bits, uint32_t order) {
     uint32_t zeros, length;
+    uint64_t rest;
 
     bits_fill(bits);
     zeros = bits->word != 0 ? (uint32_t)__builtin_ctzll(bits->word) : 64;
-    if (zeros + order > 8) {
+    length = zeros + order;
+    if (length > 8) {
         return SS_KVRANS_SLOTS;
     }
-    bits_take(bits, zeros + 1);
-    length = zeros + order;
-    return (1u << length) + bits_take(bits, length) - (1u << order);
+    rest = bits->word >> (zeros + 1) & ((1ull << length) - 1);
+    bits_take(bits, zeros + 1 + length);
+    return (1u << length) + (uint32_t)rest - (1u << order);
 }
 
 /* table_read() reads one table of 'count' frequencies and lays it out for decoding. */
@@ -163,8 +186,9 @@ static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table 
         }
         frequencies[index] = (uint8_t)frequency;
         starts[index] = (uint8_t)start;
-        for (uint32_t slot = 0; slot < frequency; slot += 16) {
-            memset(slots + start + slot, (int)index, 16);
+        memset(slots + start, (int)index, 64);
+        for (uint32_t slot = 64; slot < frequency; slot += 64) {
+            memset(slots + start + slot, (int)index, 64);
         }
         start += frequency;
     }
@@ -196,10 +220,6 @@ static int states_read(struct reader *reader, struct ss_kvrans_block *block) {
 }
 
 /* ---- Blocks and streams -------------------------------------------------------------------------------------- */
-
-static uint32_t load32(const uint8_t *source) {
-    return (uint32_t)source[0] | (uint32_t)source[1] << 8 | (uint32_t)source[2] << 16 | (uint32_t)source[3] << 24;
-}
 
 /* coded_parse() reads a coded block but for its type and rows, and everything in it but the coded bytes. */
 static int coded_parse(struct reader *reader, struct ss_kvrans_decoder *decoder, struct ss_kvrans_block *block) {
