@@ -3,7 +3,8 @@
  * weighted.h - the quantizer 'weighted' for one vector: the arithmetic that every instruction set's file compiles
  *
  * This is the scalar arithmetic, which defines the result that every variant reaches bit for bit: each operation is of
- * IEEE single precision, and products are fused with sums only where it says so (-ffp-contract=off).
+ * IEEE single precision, and products are fused with sums only where it says so (-ffp-contract=off). A change of it
+ * needs another ARITHMETIC in shadowserve/calibration.py, which is a part of records' keys.
  */
 #ifndef SS_QUANTIZE_WEIGHTED_H
 #define SS_QUANTIZE_WEIGHTED_H
