@@ -170,17 +170,23 @@ def test_the_unit_lets_the_daemon_reach_the_card() -> None:
     assert not re.findall(r"^(?:PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", text, re.MULTILINE)
 
 
-def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwaway, tmp_path: Path) -> None:
-    """With the unit's user, capability and environment files, and XLIO preloaded, but with this machine's cores."""
-    unit = (installed.view / UNIT.lstrip("/")).read_text()
-    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
+@pytest.fixture(scope="module")
+def secured(installed: Throwaway) -> Throwaway:
+    """The installation, with certificates that its user can read."""
     keys = installed.root / "etc/shadowserve/tls"
     installed.outside(sys.executable, REPOSITORY / "scripts/make-certificates", keys)
     installed.inside("chgrp", "-R", "shadowserve", "/etc/shadowserve/tls")
     installed.inside("chmod", "640", "/etc/shadowserve/tls/server.key")
+    return installed
+
+
+def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(secured: Throwaway, tmp_path: Path) -> None:
+    """With the unit's user, capability and environment files, and XLIO preloaded, but with this machine's cores."""
+    unit = (secured.view / UNIT.lstrip("/")).read_text()
+    (command,) = re.findall(r"^ExecStart=(.*)$", unit, re.MULTILINE)
     environment = {}
     for name in re.findall(r"^EnvironmentFile=-(\S+)$", unit, re.MULTILINE):
-        text = (installed.view / name.lstrip("/")).read_text()
+        text = (secured.view / name.lstrip("/")).read_text()
         environment |= dict(re.findall(r"^(\w+)=(.*)$", text, re.MULTILINE))
     assert environment["LD_PRELOAD"] == "libxlio.so"
     here = {
@@ -195,7 +201,7 @@ def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwa
     settings = [f"{name}={value}" for name, value in (environment | here).items()]
     rights = ["--reuid=shadowserve", "--regid=shadowserve", "--clear-groups", "--no-new-privs"]
     rights += ["--inh-caps=-all,+net_raw", "--ambient-caps=-all,+net_raw", "--bounding-set=-all,+net_raw"]
-    whole = [*installed.enter, "chroot", str(installed.root), "setpriv", *rights, "env", "-i", *settings]
+    whole = [*secured.enter, "chroot", str(secured.root), "setpriv", *rights, "env", "-i", *settings]
     with started("data-plane", [*whole, *shlex.split(command)], tmp_path, timeout_s=120) as child:
         status = Path(f"/proc/{child.process.pid}/status").read_text()
         assert re.search(r"^CapAmb:\s0*2000$", status, re.MULTILINE), status  # CAP_NET_RAW is bit 13
@@ -203,10 +209,10 @@ def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(installed: Throwa
     assert child.process.returncode == 0, child.log.read_text()
 
 
-def test_the_doctor_that_is_installed_finds_all_that_was_installed(installed: Throwaway) -> None:
+def test_the_doctor_that_is_installed_finds_all_that_was_installed(secured: Throwaway) -> None:
     command = ["/opt/shadowserve/venv/bin/shadowserve", "doctor", "--json", "--config", "/etc/shadowserve/dpu.yaml"]
     nowhere = ["--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1"]
-    report = json.loads(installed.inside(*command, *nowhere, check=False).stdout)
+    report = json.loads(secured.inside(*command, *nowhere, check=False).stdout)
     assert report["role"] == "bluefield"
     states = {finding["what"]: finding["state"] for finding in report["findings"]}
     sound = {"C core", "configuration", "image", "card", "DOCA", "huge pages", "XLIO", "tls_cert", "unit"}
