@@ -18,7 +18,8 @@
     numbers_symbols(numbers, numbers_load(by->steps + (at)), numbers_load(by->centres + (at)), most, symbols + (at))
 
 #define WEIGH(dtype, size, most)                                                                                       \
-    TARGET static int weigh_##dtype(const struct ss_weighing *by, const void *source, int8_t *symbols) {               \
+    TARGET static int weigh_##dtype(const struct ss_weighing *given, const void *source, int8_t *symbols) {            \
+        const struct ss_weighing here = *given, *const by = &here; /* in registers, whatever is written */             \
         const uint8_t *const elements = source;                                                                        \
         int outside = 0;                                                                                               \
                                                                                                                        \
@@ -46,8 +47,9 @@ TARGET_INLINE NUMBERS numbers_at(const struct ss_weighing *by, const int8_t *sym
 }
 
 #define UNWEIGH(dtype, size)                                                                                           \
-    TARGET_INLINE void unweigh_##dtype##_to(const struct ss_weighing *by, const int8_t *symbols, uint8_t *target,      \
+    TARGET_INLINE void unweigh_##dtype##_to(const struct ss_weighing *given, const int8_t *symbols, uint8_t *target,   \
                                             int streamed) {                                                            \
+        const struct ss_weighing here = *given, *const by = &here; /* in registers, whatever is written */             \
         for (size_t head = 0; head < by->length; head += by->head) {                                                   \
             size_t pair = 0, channel = 2 * by->pairs;                                                                  \
             for (; pair + 16 <= by->pairs; pair += 16) {                                                               \

@@ -38,8 +38,41 @@ static void differences_all(struct ss_kvrans_decoding *decoding) {
  */
 enum { GROUPS_MAX = 4 };
 
+/* Constants; 'ones' is how many bits each number under 16 has. */
+struct constants {
+    _Alignas(32) uint8_t eighths[32], nibbles[32], step[32], before[32], ones[32], low_bytes[32],
+        high_bytes[32], one[32], numbers[32], fours[32], eights[32];
+};
+
+#define TWICE(...)                                                                                                     \
+    { __VA_ARGS__, __VA_ARGS__ }
+static const struct constants constants = {
+    .eighths = {[0 ... 31] = 31},
+    .nibbles = {[0 ... 31] = 15},
+    .step = {[0 ... 31] = STEP},
+    .before = TWICE(0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127),
+    .ones = TWICE(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4),
+    .low_bytes = TWICE(255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0),
+    .high_bytes = TWICE(0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255),
+    .one = {[0 ... 31] = 1},
+    .numbers = TWICE(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+    .fours = TWICE(128, 128, 128, 128, 3, 3, 3, 3, 128, 128, 128, 128, 11, 11, 11, 11),
+    .eights = TWICE(128, 128, 128, 128, 128, 128, 128, 128, 7, 7, 7, 7, 7, 7, 7, 7),
+};
+
+/*
+ * constants_find() hides the constants from the compiler. It would else build each of them before every column, and
+ * store most of them again, as there are not enough registers.
+ */
+TARGET_INLINE const struct constants *constants_find(void) {
+    const struct constants *found = &constants;
+    __asm__("" : "+r"(found));
+    return found;
+}
+
 /* lookups() is lookup() for 'count' groups. */
-TARGET_INLINE void lookups(const uint8_t *table, const __m256i *indices, int count, int steps, __m256i *found) {
+TARGET_INLINE void lookups(const uint8_t *table, const struct constants *by, const __m256i *indices, int count,
+                           int steps, __m256i *found) {
     __m256i entries = twice(table), index[GROUPS_MAX];
 
     for (int each = 0; each < count; each++) {
@@ -49,33 +82,30 @@ TARGET_INLINE void lookups(const uint8_t *table, const __m256i *indices, int cou
     for (int step = 1; step < steps; step++) {
         entries = twice(table + STEP * step);
         for (int each = 0; each < count; each++) {
-            index[each] = _mm256_sub_epi8(index[each], _mm256_set1_epi8(STEP));
+            index[each] = _mm256_sub_epi8(index[each], load256(by->step));
             found[each] = _mm256_xor_si256(found[each], _mm256_shuffle_epi8(entries, index[each]));
         }
     }
 }
 
 /* ranks_of() counts the breaks up to each slot: those of the eights before are in 'base'. */
-TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const __m256i *slots, int count, __m256i *ranks) {
-    const __m256i before = _mm256_setr_epi8(0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15,
-                                            31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127);
-    const __m256i ones = _mm256_setr_epi8(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4, 0, 1, 1, 2, 1, 2, 2, 3, 1, 2,
-                                          2, 3, 2, 3, 3, 4);
-    const __m256i nibble = _mm256_set1_epi8(15);
+TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const struct constants *by, const __m256i *slots,
+                            int count, __m256i *ranks) {
     __m256i eighths[GROUPS_MAX], breaks[GROUPS_MAX];
 
     for (int each = 0; each < count; each++) {
-        eighths[each] = _mm256_and_si256(_mm256_srli_epi16(slots[each], 3), _mm256_set1_epi8(31));
+        eighths[each] = _mm256_and_si256(_mm256_srli_epi16(slots[each], 3), load256(by->eighths));
     }
-    lookups(table->breaks, eighths, count, 2, breaks);
+    lookups(table->breaks, by, eighths, count, 2, breaks);
     for (int each = 0; each < count; each++) {
-        const __m256i earlier = _mm256_shuffle_epi8(before, _mm256_and_si256(slots[each], nibble));
-        breaks[each] = _mm256_and_si256(breaks[each], earlier);
+        const __m256i place = _mm256_and_si256(slots[each], load256(by->nibbles));
+        breaks[each] = _mm256_and_si256(breaks[each], _mm256_shuffle_epi8(load256(by->before), place));
     }
-    lookups(table->base, eighths, count, 2, ranks);
+    lookups(table->base, by, eighths, count, 2, ranks);
     for (int each = 0; each < count; each++) {
-        const __m256i low = _mm256_shuffle_epi8(ones, breaks[each]); /* bit 7 is never set */
-        const __m256i high = _mm256_shuffle_epi8(ones, _mm256_and_si256(_mm256_srli_epi16(breaks[each], 4), nibble));
+        const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(breaks[each], 4), load256(by->nibbles));
+        const __m256i low = _mm256_shuffle_epi8(load256(by->ones), breaks[each]); /* bit 7 is never set */
+        const __m256i high = _mm256_shuffle_epi8(load256(by->ones), upper);
         ranks[each] = _mm256_add_epi8(ranks[each], _mm256_add_epi8(low, high));
     }
 }
@@ -87,27 +117,21 @@ TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const __m256i *
  * is of no meaning. Which of 16 bytes a lane gets is how many of the 16 lanes before it are selected: its own number
  * less those that are not, itself included. Lanes that no row uses come last. Reads 16 bytes for each half.
  */
-TARGET_INLINE __m256i spread(const uint8_t *next, __m256i high, uint32_t mask) {
-    const __m256i numbers = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6,
-                                             7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m256i fours = _mm256_setr_epi8(-1, -1, -1, -1, 3, 3, 3, 3, -1, -1, -1, -1, 11, 11, 11, 11, -1, -1, -1, -1,
-                                           3, 3, 3, 3, -1, -1, -1, -1, 11, 11, 11, 11);
-    const __m256i eights = _mm256_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 7, 7, 7, 7, 7, 7, 7, 7, -1, -1, -1, -1, -1,
-                                            -1, -1, -1, 7, 7, 7, 7, 7, 7, 7, 7);
-    const __m256i full = _mm256_min_epu8(high, _mm256_set1_epi8(1));
+TARGET_INLINE __m256i spread(const struct constants *by, const uint8_t *next, __m256i high, uint32_t mask) {
+    const __m256i full = _mm256_min_epu8(high, load256(by->one));
     const __m128i lower = _mm_loadu_si128((const __m128i *)next);
     const __m128i upper = _mm_loadu_si128((const __m128i *)(next + _mm_popcnt_u32(mask & 0xFFFF)));
-    __m256i sum = _mm256_mullo_epi32(full, _mm256_set1_epi32(0x01010101)); /* of each four: what is up to each */
+    __m256i sum = _mm256_mullo_epi32(full, load256(by->one)); /* of each four: what is up to each */
 
-    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, fours));
-    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, eights));
-    return _mm256_shuffle_epi8(_mm256_set_m128i(upper, lower), _mm256_sub_epi8(numbers, sum));
+    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, load256(by->fours)));
+    sum = _mm256_add_epi8(sum, _mm256_shuffle_epi8(sum, load256(by->eights)));
+    return _mm256_shuffle_epi8(_mm256_set_m128i(upper, lower), _mm256_sub_epi8(load256(by->numbers), sum));
 }
 
 /* multiply() makes the states' bytes: frequency * factor + rest. */
-TARGET_INLINE void multiply(const __m256i *frequency, const __m256i *factor, const __m256i *rest, int count,
-                            __m256i *low, __m256i *high) {
-    const __m256i low_byte = _mm256_set1_epi16(0xFF), high_byte = _mm256_set1_epi16((short)0xFF00);
+TARGET_INLINE void multiply(const struct constants *by, const __m256i *frequency, const __m256i *factor,
+                            const __m256i *rest, int count, __m256i *low, __m256i *high) {
+    const __m256i low_byte = load256(by->low_bytes), high_byte = load256(by->high_bytes);
     __m256i even[GROUPS_MAX], odd[GROUPS_MAX];
 
     for (int each = 0; each < count; each++) {
@@ -126,30 +150,30 @@ TARGET_INLINE void multiply(const __m256i *frequency, const __m256i *factor, con
 }
 
 /* groups_decode() decodes 'count' groups. Rows that 'active' does not select leave their states as they are. */
-TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, uint8_t *lows, uint8_t *highs,
-                                           uint32_t active, int partial, int count, int steps, const uint8_t *next,
-                                           uint8_t *target) {
+TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, const struct constants *by,
+                                           uint8_t *lows, uint8_t *highs, uint32_t active, int partial, int count,
+                                           int steps, const uint8_t *next, uint8_t *target) {
     __m256i slot[GROUPS_MAX], factor[GROUPS_MAX], rank[GROUPS_MAX], frequency[GROUPS_MAX], rest[GROUPS_MAX];
     __m256i value[GROUPS_MAX], low[GROUPS_MAX], high[GROUPS_MAX];
 
     for (int each = 0; each < count; each++) {
         slot[each] = load256(lows + 32 * each);
     }
-    ranks_of(table, slot, count, rank);
-    lookups(table->frequency, rank, count, steps, frequency);
-    lookups(table->start, rank, count, steps, rest);
-    lookups(table->value, rank, count, steps, value);
+    ranks_of(table, by, slot, count, rank);
+    lookups(table->frequency, by, rank, count, steps, frequency);
+    lookups(table->start, by, rank, count, steps, rest);
+    lookups(table->value, by, rank, count, steps, value);
     for (int each = 0; each < count; each++) {
         store256(target + 32 * each, value[each]);
         rest[each] = _mm256_sub_epi8(slot[each], rest[each]);
         factor[each] = load256(highs + 32 * each);
     }
-    multiply(frequency, factor, rest, count, low, high);
+    multiply(by, frequency, factor, rest, count, low, high);
     for (int each = 0; each < count; each++) {
         const __m256i short_of = _mm256_cmpeq_epi8(high[each], _mm256_setzero_si256());
         const uint32_t mask = (uint32_t)_mm256_movemask_epi8(short_of) & (partial ? active : ~0u);
         __m256i new_high = _mm256_or_si256(high[each], _mm256_and_si256(low[each], short_of));
-        __m256i new_low = _mm256_blendv_epi8(low[each], spread(next, high[each], mask), short_of);
+        __m256i new_low = _mm256_blendv_epi8(low[each], spread(by, next, high[each], mask), short_of);
         next += _mm_popcnt_u32(mask);
         if (partial) {
             __m256i keep = load256(edge + 32 - __builtin_popcount(active));
@@ -165,19 +189,20 @@ TARGET_INLINE const uint8_t *groups_decode(const struct ss_kvrans_ranks *table, 
 TARGET_INLINE void column_decode(struct ss_kvrans_decoding *decoding, const struct ss_kvrans_block *block,
                                  const struct ss_kvrans_ranks *table, int steps, uint8_t *target) {
     const uint32_t rows = block->rows, lane_mask = block->lanes - 1;
+    const struct constants *by = constants_find();
     const uint8_t *next = decoding->next;
     uint32_t row = 0;
 
     for (; block->lanes >= 128 && row + 128 <= rows; row += 128) {
-        next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 4,
+        next = groups_decode(table, by, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 4,
                              steps, next, target + row);
     }
     for (; row + 64 <= rows; row += 64) {
-        next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 2,
+        next = groups_decode(table, by, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask), 0, 0, 2,
                              steps, next, target + row);
     }
     for (; row < rows; row += 32) {
-        next = groups_decode(table, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask),
+        next = groups_decode(table, by, decoding->low + (row & lane_mask), decoding->high + (row & lane_mask),
                              rows - row < 32 ? (1u << (rows - row)) - 1 : ~0u, 1, 1, steps, next, target + row);
     }
     decoding->next = next;
@@ -289,6 +314,7 @@ TARGET_INLINE void stream(uint8_t *target, __m256i value) {
 TARGET_INLINE void rows_bin(const struct ss_kvrans_making *making, int steps, const uint8_t *lines, uint32_t row,
                             uint32_t count, size_t at) {
     const size_t size = (size_t)steps * STEP;
+    const struct constants *by = constants_find();
     const uint8_t *bytes = (const uint8_t *)making->elements->bytes + row * 2 * size;
     const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
     uint8_t *target = making->target + 2 * (row * making->columns + at);
@@ -296,8 +322,8 @@ TARGET_INLINE void rows_bin(const struct ss_kvrans_making *making, int steps, co
     for (; count > 0; count--) {
         const __m256i index[2] = {load256(line), load256(line + 32)};
         __m256i low[2], high[2];
-        lookups(bytes, index, 2, steps, low);
-        lookups(bytes + size, index, 2, steps, high);
+        lookups(bytes, by, index, 2, steps, low);
+        lookups(bytes + size, by, index, 2, steps, high);
         for (int half = 0; half < 2; half++) {
             stream(target + 64 * half, _mm256_unpacklo_epi8(low[half], high[half]));
             stream(target + 64 * half + 32, _mm256_unpackhi_epi8(low[half], high[half]));
