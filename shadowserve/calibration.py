@@ -30,10 +30,6 @@ PRESETS: Final = ("near_lossless", "small", "tiny")
 KINDS: Final = 2
 FILE_BYTES_MAX: Final = 256 << 20
 _VERSION: Final = 1
-ARITHMETIC: Final = 2
-"""Version of the arithmetic that makes elements of symbols (native/src/quantize/weighted.h), a part of all digests.
-
-It increases when the same symbols become other elements, so that engines with different builds share no KV."""
 _NAME: Final = "shadowserve"
 _HEADER_MAX: Final = 1 << 16
 _TEXT_MAX: Final = 1024
@@ -146,8 +142,8 @@ class Calibration:
 
     @functools.cached_property
     def digest(self) -> bytes:
-        """SHA-256 of the versions, and of names, types, shapes and numbers of the tensors; 32 bytes."""
-        total = hashlib.sha256(f"shadowserve calibration {_VERSION}, arithmetic {ARITHMETIC}\n".encode())
+        """SHA-256 of names, types, shapes and numbers of the tensors; 32 bytes."""
+        total = hashlib.sha256(f"shadowserve calibration {_VERSION}\n".encode())
         for name, array in sorted(self._tensors().items()):
             total.update(f"{name} {array.dtype.name} {array.shape}\n".encode())
             total.update(array.astype(array.dtype.newbyteorder("<"), order="C").tobytes())

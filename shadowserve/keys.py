@@ -35,7 +35,8 @@ DEFAULT_CHUNK_TOKENS: Final = 256
 
 KEY_BYTES: Final = 32
 SCHEMA_VERSION: Final = 5
-"""Version of keys and namespaces; a host and a data plane of different versions refuse each other."""
+"""Version of keys and namespaces, and of what symbols become (native/src/quantize/weighted.h). A host and a data plane
+of different versions refuse each other."""
 RECORD_VERSION: Final = 2
 """Version of the stored record. It is here because hosts need it without the C core that shadowserve.record loads."""
 SEGMENT_CHUNKS: Final = 4

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from shadowserve import native
-from shadowserve.calibration import ARITHMETIC
 from shadowserve.chunk import DType, Quantizer
 from shadowserve.errors import NativeError
+from shadowserve.keys import SCHEMA_VERSION
 from shadowserve.native import Isa
 
 FLOATS = [DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3]
@@ -179,15 +179,15 @@ def test_all_kernels_of_weighted_write_the_same_bytes(isa: Isa) -> None:
         assert all(np.array_equal(one, other) for one, other in zip(made, scalar, strict=True))
 
 
-def test_elements_of_weighted_change_only_with_the_version_of_their_arithmetic(isa: Isa) -> None:
-    """If this fails, increase ``ARITHMETIC``: another build's elements of the same records must have other keys."""
+def test_elements_of_weighted_change_only_with_the_version_of_keys(isa: Isa) -> None:
+    """If this fails, increase ``SCHEMA_VERSION``: keys contain it, and hosts and data planes must have the same."""
     numbers = np.arange(2 * 24).reshape(2, 24)
     channels = native.Channels(0.05 + numbers / 256, numbers / 64 - 0.3, ROTATED, kinds=2, head_length=24, tokens=64)
     symbols = (np.arange(40 * 24) % 15 - 7).astype(np.int8).view(np.uint8)
     shape = {"vectors": 40, "vector_length": 24, "place": native.Place(channels, 0, 1000)}
     exact = np.array([1000, 0], np.uint32)
     made = native.dequantize(Quantizer.WEIGHTED, DType.FLOAT32, symbols, exact, **shape)
-    assert (ARITHMETIC, f"{native.crc32(made):08x}") == (2, "eda91a1c")
+    assert (SCHEMA_VERSION, f"{native.crc32(made):08x}") == (5, "eda91a1c")
 
 
 def test_keys_are_rotated_back_before_they_become_symbols(isa: Isa) -> None:

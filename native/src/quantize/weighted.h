@@ -4,7 +4,7 @@
  *
  * This is the scalar arithmetic, which defines the result that every variant reaches bit for bit: each operation is of
  * IEEE single precision, and products are fused with sums only where it says so (-ffp-contract=off). A change of it
- * needs another ARITHMETIC in shadowserve/calibration.py, which is a part of records' keys.
+ * needs another SCHEMA_VERSION in shadowserve/keys.py, which is a part of records' keys.
  */
 #ifndef SS_QUANTIZE_WEIGHTED_H
 #define SS_QUANTIZE_WEIGHTED_H
