@@ -184,11 +184,6 @@ TARGET static int is_range(const struct ss_kvrans_block *block) {
     return block->shift == 0 && _mm512_cmpneq_epi8_mask(_mm512_load_si512(block->value), range) == 0;
 }
 
-/* kind_of() numbers the kinds of code for 'quarters': for any tables, and for tables of few entries in two ways. */
-static int kind_of(const struct ss_kvrans_block *block, enum fit fit) {
-    return fit == FIT_NOT ? 0 : fit == FIT && block->shift == 0 ? 1 : 2;
-}
-
 TARGET static struct states states_load(const struct ss_kvrans_block *block) {
     struct states states;
 
@@ -405,36 +400,56 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define ELEMENTS_DECODE(name, lane_groups, shift)                                                                      \
+#define BINNED_DECODE(name, lane_groups, shift)                                                                        \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
                                       struct states *states) {                                                         \
         const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 1, FIT_NOT, NULL};                               \
         return elements_decode(block, making, states, shape);                                                          \
     }
 
-ELEMENTS_DECODE(elements_decode_64, 1, 0)
-ELEMENTS_DECODE(elements_decode_128, 2, 0)
-ELEMENTS_DECODE(elements_decode_256, 4, 0)
-ELEMENTS_DECODE(elements_decode_64_low, 1, 1)
-ELEMENTS_DECODE(elements_decode_128_low, 2, 1)
-ELEMENTS_DECODE(elements_decode_256_low, 4, 1)
+BINNED_DECODE(binned_decode_64, 1, 0)
+BINNED_DECODE(binned_decode_128, 2, 0)
+BINNED_DECODE(binned_decode_256, 4, 0)
+BINNED_DECODE(binned_decode_64_low, 1, 1)
+BINNED_DECODE(binned_decode_128_low, 2, 1)
+BINNED_DECODE(binned_decode_256_low, 4, 1)
 
-#define PLANES_DECODE(name, lane_groups, shift, fit)                                                                   \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
-                                      const struct quarters *quarters, struct states *states) {                        \
+/*
+ * DECODERS() defines the variants of a decoder that takes 'type', by lanes and by the look-up of tables, and a function
+ * name_any() that decodes a block with the right one.
+ */
+#define DECODER(name, type, lane_groups, shift, fit, suffix)                                                           \
+    TARGET static enum ss_result name##suffix(const struct ss_kvrans_block *block, const struct type *making,          \
+                                              const struct quarters *quarters, struct states *states) {                \
         const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 0, fit, quarters};                               \
-        return elements_decode(block, making, states, shape);                                                          \
+        return name(block, making, states, shape);                                                                     \
     }
 
-PLANES_DECODE(planes_decode_64, 1, block->shift, FIT_NOT)
-PLANES_DECODE(planes_decode_128, 2, block->shift, FIT_NOT)
-PLANES_DECODE(planes_decode_256, 4, block->shift, FIT_NOT)
-PLANES_DECODE(planes_decode_64_fit, 1, 0, FIT)
-PLANES_DECODE(planes_decode_128_fit, 2, 0, FIT)
-PLANES_DECODE(planes_decode_256_fit, 4, 0, FIT)
-PLANES_DECODE(planes_decode_64_fit_low, 1, block->shift, FIT_LARGE)
-PLANES_DECODE(planes_decode_128_fit_low, 2, block->shift, FIT_LARGE)
-PLANES_DECODE(planes_decode_256_fit_low, 4, block->shift, FIT_LARGE)
+#define DECODERS(name, type)                                                                                           \
+    DECODER(name, type, 1, block->shift, FIT_NOT, _64)                                                                 \
+    DECODER(name, type, 2, block->shift, FIT_NOT, _128)                                                                \
+    DECODER(name, type, 4, block->shift, FIT_NOT, _256)                                                                \
+    DECODER(name, type, 1, 0, FIT, _64_fit)                                                                            \
+    DECODER(name, type, 2, 0, FIT, _128_fit)                                                                           \
+    DECODER(name, type, 4, 0, FIT, _256_fit)                                                                           \
+    DECODER(name, type, 1, block->shift, FIT_LARGE, _64_fit_low)                                                       \
+    DECODER(name, type, 2, block->shift, FIT_LARGE, _128_fit_low)                                                      \
+    DECODER(name, type, 4, block->shift, FIT_LARGE, _256_fit_low)                                                      \
+    TARGET static enum ss_result name##_any(const struct ss_kvrans_block *block, const struct type *making) {          \
+        static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct type *,             \
+                                                      const struct quarters *, struct states *) = {                    \
+            {name##_64, name##_128, name##_256},                                                                       \
+            {name##_64_fit, name##_128_fit, name##_256_fit},                                                           \
+            {name##_64_fit_low, name##_128_fit_low, name##_256_fit_low}};                                              \
+        struct quarters quarters[SS_KVRANS_TABLES_MAX];                                                                \
+        struct states states = states_load(block);                                                                     \
+        const enum fit fit = quarters_all(block, quarters);                                                            \
+        const int kind = fit == FIT_NOT ? 0 : fit == FIT && block->shift == 0 ? 1 : 2;                                 \
+        const enum ss_result result = decoders[kind][block->lanes / 128](block, making, quarters, &states);            \
+        return states_ended(block, &states) ? result : SS_BAD_DATA;                                                    \
+    }
+
+DECODERS(elements_decode, ss_kvrans_making)
 
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
@@ -449,30 +464,20 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block
         elements_fill(block, 0, scales, scratch);
     }
     if (block->lanes == 256) {
-        result = (block->shift != 0 ? elements_decode_256_low : elements_decode_256)(block, &making, &states);
+        result = (block->shift != 0 ? binned_decode_256_low : binned_decode_256)(block, &making, &states);
     } else if (block->lanes == 128) {
-        result = (block->shift != 0 ? elements_decode_128_low : elements_decode_128)(block, &making, &states);
+        result = (block->shift != 0 ? binned_decode_128_low : binned_decode_128)(block, &making, &states);
     } else {
-        result = (block->shift != 0 ? elements_decode_64_low : elements_decode_64)(block, &making, &states);
+        result = (block->shift != 0 ? binned_decode_64_low : binned_decode_64)(block, &making, &states);
     }
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                            uint8_t *target) {
-    static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct ss_kvrans_making *,
-                                                  const struct quarters *, struct states *) = {
-        {planes_decode_64, planes_decode_128, planes_decode_256},
-        {planes_decode_64_fit, planes_decode_128_fit, planes_decode_256_fit},
-        {planes_decode_64_fit_low, planes_decode_128_fit_low, planes_decode_256_fit_low}};
     const struct ss_kvrans_making making = {
         .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
-    struct quarters quarters[SS_KVRANS_TABLES_MAX];
-    struct states states = states_load(block);
-    const int kind = kind_of(block, quarters_all(block, quarters));
-    const enum ss_result result = decoders[kind][block->lanes / 128](block, &making, quarters, &states);
-
-    return states_ended(block, &states) ? result : SS_BAD_DATA;
+    return elements_decode_any(block, &making);
 }
 
 /* ---- Decode to elements of 'weighted' ------------------------------------------------------------------------ */
@@ -525,44 +530,17 @@ TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define WEIGHTED_DECODE(name, lane_groups, shift, fit)                                                                 \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_weighted *weighted,  \
-                                      const struct quarters *quarters, struct states *states) {                        \
-        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 0, fit, quarters};                               \
-        return weighted_decode(block, weighted, states, shape);                                                        \
-    }
-
-WEIGHTED_DECODE(weighted_decode_64, 1, block->shift, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_128, 2, block->shift, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_256, 4, block->shift, FIT_NOT)
-WEIGHTED_DECODE(weighted_decode_64_fit, 1, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_128_fit, 2, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_256_fit, 4, 0, FIT)
-WEIGHTED_DECODE(weighted_decode_64_fit_low, 1, block->shift, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_128_fit_low, 2, block->shift, FIT_LARGE)
-WEIGHTED_DECODE(weighted_decode_256_fit_low, 4, block->shift, FIT_LARGE)
+DECODERS(weighted_decode, ss_kvrans_weighted)
 
 TARGET static enum ss_result decode_weighted(const struct ss_kvrans_block *given,
                                              const struct ss_kvrans_weighted *weighted) {
-    static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct ss_kvrans_weighted *,
-                                                  const struct quarters *, struct states *) = {
-        {weighted_decode_64, weighted_decode_128, weighted_decode_256},
-        {weighted_decode_64_fit, weighted_decode_128_fit, weighted_decode_256_fit},
-        {weighted_decode_64_fit_low, weighted_decode_128_fit_low, weighted_decode_256_fit_low}};
     struct ss_kvrans_block shifted = *given;
-    const struct ss_kvrans_block *block = &shifted;
-    struct quarters quarters[SS_KVRANS_TABLES_MAX];
-    enum ss_result result;
-    struct states states = states_load(block);
-    int kind;
 
     for (size_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
         shifted.value[index] ^= 0x80; /* numbers_of() takes symbols plus 128 */
     }
     angles_make(weighted);
-    kind = kind_of(block, quarters_all(block, quarters));
-    result = decoders[kind][block->lanes / 128](block, weighted, quarters, &states);
-    return states_ended(block, &states) ? result : SS_BAD_DATA;
+    return weighted_decode_any(&shifted, weighted);
 }
 
 const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
