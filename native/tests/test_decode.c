@@ -223,7 +223,7 @@ static struct shape lossless(enum ss_dtype dtype, uint32_t bins, size_t vectors,
 static void check_lossless(void) {
     static const enum ss_dtype all[] = {SS_DTYPE_UINT8, SS_DTYPE_FLOAT8_E4M3, SS_DTYPE_FLOAT16, SS_DTYPE_BFLOAT16,
                                         SS_DTYPE_FLOAT32};
-    static const size_t lengths[] = {64, 192, 320, 768, 100}; /* 64 lanes, 128, 128, 256 */
+    static const size_t lengths[] = {64, 192, 320, 768, 100}; /* 64 lanes, 128, 128, 256, 64 */
     static const uint32_t bins[] = {32, 64, 200, 256};
 
     for (size_t index = 0; index < sizeof(all) / sizeof(all[0]); index++) {

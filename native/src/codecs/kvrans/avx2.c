@@ -38,9 +38,9 @@ static void differences_all(struct ss_kvrans_decoding *decoding) {
  */
 enum { GROUPS_MAX = 4 };
 
-/* Constants; 'ones' is how many bits each number under 16 has. */
+/* Constants; 'bit_counts' is how many bits each number under 16 has. */
 struct constants {
-    _Alignas(32) uint8_t eighths[32], nibbles[32], step[32], before[32], ones[32], low_bytes[32],
+    _Alignas(32) uint8_t eighths[32], nibbles[32], step[32], before[32], bit_counts[32], low_bytes[32],
         high_bytes[32], one[32], numbers[32], fours[32], eights[32];
 };
 
@@ -51,7 +51,7 @@ static const struct constants constants = {
     .nibbles = {[0 ... 31] = 15},
     .step = {[0 ... 31] = STEP},
     .before = TWICE(0, 1, 3, 7, 15, 31, 63, 127, 0, 1, 3, 7, 15, 31, 63, 127),
-    .ones = TWICE(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4),
+    .bit_counts = TWICE(0, 1, 1, 2, 1, 2, 2, 3, 1, 2, 2, 3, 2, 3, 3, 4),
     .low_bytes = TWICE(255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0),
     .high_bytes = TWICE(0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255),
     .one = {[0 ... 31] = 1},
@@ -104,8 +104,8 @@ TARGET_INLINE void ranks_of(const struct ss_kvrans_ranks *table, const struct co
     lookups(table->base, by, eighths, count, 2, ranks);
     for (int each = 0; each < count; each++) {
         const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(breaks[each], 4), load256(by->nibbles));
-        const __m256i low = _mm256_shuffle_epi8(load256(by->ones), breaks[each]); /* bit 7 is never set */
-        const __m256i high = _mm256_shuffle_epi8(load256(by->ones), upper);
+        const __m256i low = _mm256_shuffle_epi8(load256(by->bit_counts), breaks[each]); /* bit 7 is never set */
+        const __m256i high = _mm256_shuffle_epi8(load256(by->bit_counts), upper);
         ranks[each] = _mm256_add_epi8(ranks[each], _mm256_add_epi8(low, high));
     }
 }

@@ -172,8 +172,9 @@ static uint32_t frequency_read(struct bits *bits, uint32_t order) {
 
 /* table_read() reads one table of 'count' frequencies and lays it out for decoding. */
 static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table *table) {
-    uint8_t *slots =
-        (uint8_t *)table; /* 'index' is the first member; the bytes written beyond it are overwritten below */
+    enum { TOGETHER = 64 };
+    uint8_t *slots = (uint8_t *)table; /* 'index' is the first member; what is written behind it is overwritten below */
+    _Static_assert(sizeof *table >= SS_KVRANS_SLOTS + TOGETHER, "room for the last symbol");
     uint8_t frequencies[SS_KVRANS_INDEX_MAX] = {0}, starts[SS_KVRANS_INDEX_MAX] = {0};
     uint32_t order, start = 0;
 
@@ -186,9 +187,8 @@ static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table 
         }
         frequencies[index] = (uint8_t)frequency;
         starts[index] = (uint8_t)start;
-        memset(slots + start, (int)index, 64);
-        for (uint32_t slot = 64; slot < frequency; slot += 64) {
-            memset(slots + start + slot, (int)index, 64);
+        for (uint32_t slot = 0; slot <= frequency; slot += TOGETHER) { /* mostly once, so that it is predicted */
+            memset(slots + start + slot, (int)index, TOGETHER);
         }
         start += frequency;
     }
