@@ -38,6 +38,16 @@ def installed(system: Throwaway, wheels: Path) -> Throwaway:
     return system
 
 
+@pytest.fixture(scope="module")
+def secured(installed: Throwaway) -> Throwaway:
+    """The installation, with certificates that its user can read."""
+    keys = installed.root / "etc/shadowserve/tls"
+    installed.outside(sys.executable, REPOSITORY / "scripts/make-certificates", keys)
+    installed.inside("chgrp", "-R", "shadowserve", "/etc/shadowserve/tls")
+    installed.inside("chmod", "640", "/etc/shadowserve/tls/server.key")
+    return installed
+
+
 def has_card(system: Throwaway) -> bool:
     return (system.view / "usr/lib/libxlio.so").exists()
 
@@ -168,16 +178,6 @@ def test_the_unit_lets_the_daemon_reach_the_card() -> None:
     """Options that forbid devices prevent access. Options that allow one device (a clock) also forbid all others."""
     text = (FOLDER / "shadowserve-dpu.service").read_text()
     assert not re.findall(r"^(?:PrivateDevices|DevicePolicy|DeviceAllow|ProtectClock)=", text, re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def secured(installed: Throwaway) -> Throwaway:
-    """The installation, with certificates that its user can read."""
-    keys = installed.root / "etc/shadowserve/tls"
-    installed.outside(sys.executable, REPOSITORY / "scripts/make-certificates", keys)
-    installed.inside("chgrp", "-R", "shadowserve", "/etc/shadowserve/tls")
-    installed.inside("chmod", "640", "/etc/shadowserve/tls/server.key")
-    return installed
 
 
 def test_the_daemon_that_is_installed_runs_as_the_unit_runs_it(secured: Throwaway, tmp_path: Path) -> None:
