@@ -67,7 +67,7 @@ def second_node(node: Nodes, bucket: tuple[str, dict[str, str]], *flags: str, **
 
 
 def test_an_empty_node_answers_for_what_another_one_stored(bucket: tuple[str, dict[str, str]], node: Nodes) -> None:
-    _, two = second_node(node, bucket)
+    _, two = second_node(node, bucket, reads_at_once=2)  # the others wait, so that they are neighbours
     assert two.call("EXISTS", *CHAIN.keys) == 24
     assert two.call("STRLEN", CHAIN.keys[1]) == len(CHAIN.values[1])
     ranges = two.calls(*(("GETRANGE", key, 1000, 1999) for key in CHAIN.keys))
