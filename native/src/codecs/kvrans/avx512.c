@@ -91,7 +91,6 @@ struct shape {
     uint32_t groups;      /* of rows */
     uint32_t lane_groups; /* of lanes */
     uint32_t shift;
-    int range;    /* values are one range, and there are no low bits */
     int full;     /* there are no rows but whole groups */
     int bare;     /* entries are wanted, not values; their shift is 0 or 1 */
     enum fit fit; /* unless FIT_NOT, tables are in 'quarters'; then rows are full, and no entries wanted */
@@ -118,8 +117,7 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         return;
     }
     const struct registers table = registers_load(&block->tables[block->column_table[column]]);
-    /* Symbol of each index; in a range, the first symbol. */
-    const __m512i values = shape.range ? _mm512_set1_epi8((char)block->value[0]) : _mm512_load_si512(block->value);
+    const __m512i values = _mm512_load_si512(block->value); /* of each index */
 
     for (uint32_t group = 0; group < shape.groups; group++) {
         const uint32_t lanes = group % shape.lane_groups;
@@ -127,7 +125,7 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         const __mmask64 active = shape.full ? ~0ull : states->active[group];
         __m512i value = step(&table, &states->low[lanes], &states->high[lanes], active, &at);
         if (!shape.bare) {
-            value = shape.range ? _mm512_add_epi8(value, values) : _mm512_permutexvar_epi8(value, values);
+            value = _mm512_permutexvar_epi8(value, values);
         } else if (shape.shift == 1) {
             value = _mm512_add_epi8(value, value);
         }
@@ -135,53 +133,6 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         _mm512_store_si512(tile + GROUP * group, value);
     }
     *next = at;
-}
-
-TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block, uint8_t *target, struct states *given,
-                                            struct shape shape) {
-    _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
-    struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
-    struct states states = *given;
-
-    for (uint32_t first = 0; first < block->columns; first += TILE_COLUMNS) {
-        uint32_t columns = block->columns - first < TILE_COLUMNS ? block->columns - first : TILE_COLUMNS;
-        for (uint32_t column = 0; column < columns; column++) {
-            input_ready(&input);
-            column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)column * SS_KVRANS_ROWS_MAX);
-            if (input.next > input.end) {
-                return SS_BAD_DATA;
-            }
-        }
-        for (uint32_t group = 0; group < shape.groups; group++) {
-            uint32_t rows = block->rows - GROUP * group;
-            tile_store(tile + (size_t)GROUP * group, target + (size_t)GROUP * group * block->columns + first,
-                       block->columns, rows < GROUP ? rows : GROUP, columns);
-        }
-    }
-    *given = states;
-    return input.next == input.end ? SS_OK : SS_BAD_DATA;
-}
-
-/* The shapes that matter have code of their own: 256 rows, whose values are a range or have low bits. */
-#define COLUMNS_DECODE(name, groups, lane_groups, shift, range, full)                                                  \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, uint8_t *target, struct states *states) {   \
-        const struct shape shape = {groups, lane_groups, shift, range, full, 0, FIT_NOT, NULL};                        \
-        return columns_decode(block, target, states, shape);                                                           \
-    }
-
-COLUMNS_DECODE(columns_decode_any, (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, 0)
-COLUMNS_DECODE(columns_decode_64, 4, 1, 0, 1, 1)
-COLUMNS_DECODE(columns_decode_128, 4, 2, 0, 1, 1)
-COLUMNS_DECODE(columns_decode_256, 4, 4, 0, 1, 1)
-COLUMNS_DECODE(columns_decode_64_low, 4, 1, block->shift, 0, 1)
-COLUMNS_DECODE(columns_decode_128_low, 4, 2, block->shift, 0, 1)
-COLUMNS_DECODE(columns_decode_256_low, 4, 4, block->shift, 0, 1)
-
-/* is_range() returns whether each index is a byte that much after the first one. */
-TARGET static int is_range(const struct ss_kvrans_block *block) {
-    const __m512i range = _mm512_add_epi8(_mm512_load_si512(numbers), _mm512_set1_epi8((char)block->value[0]));
-    return block->shift == 0 && _mm512_cmpneq_epi8_mask(_mm512_load_si512(block->value), range) == 0;
 }
 
 TARGET static struct states states_load(const struct ss_kvrans_block *block) {
@@ -211,19 +162,98 @@ TARGET static int states_ended(const struct ss_kvrans_block *block, const struct
     return other == 0;
 }
 
+/*
+ * DECODERS() defines the variants of a decoder that takes 'type', by lanes and by the look-up of tables, and a function
+ * name_any() that decodes a block with the right one.
+ */
+#define DECODER(name, type, lane_groups, shift, fit, suffix)                                                           \
+    TARGET static enum ss_result name##suffix(const struct ss_kvrans_block *block, const struct type *making,          \
+                                              const struct quarters *quarters, struct states *states) {                \
+        const struct shape shape = {GROUPS, lane_groups, shift, 1, 0, fit, quarters};                                  \
+        return name(block, making, states, shape);                                                                     \
+    }
+
+#define DECODERS(name, type)                                                                                           \
+    DECODER(name, type, 1, block->shift, FIT_NOT, _64)                                                                 \
+    DECODER(name, type, 2, block->shift, FIT_NOT, _128)                                                                \
+    DECODER(name, type, 4, block->shift, FIT_NOT, _256)                                                                \
+    DECODER(name, type, 1, 0, FIT, _64_fit)                                                                            \
+    DECODER(name, type, 2, 0, FIT, _128_fit)                                                                           \
+    DECODER(name, type, 4, 0, FIT, _256_fit)                                                                           \
+    DECODER(name, type, 1, block->shift, FIT_LARGE, _64_fit_low)                                                       \
+    DECODER(name, type, 2, block->shift, FIT_LARGE, _128_fit_low)                                                      \
+    DECODER(name, type, 4, block->shift, FIT_LARGE, _256_fit_low)                                                      \
+    TARGET static enum ss_result name##_any(const struct ss_kvrans_block *block, const struct type *making) {          \
+        static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct type *,             \
+                                                      const struct quarters *, struct states *) = {                    \
+            {name##_64, name##_128, name##_256},                                                                       \
+            {name##_64_fit, name##_128_fit, name##_256_fit},                                                           \
+            {name##_64_fit_low, name##_128_fit_low, name##_256_fit_low}};                                              \
+        struct quarters quarters[SS_KVRANS_TABLES_MAX];                                                                \
+        struct states states = states_load(block);                                                                     \
+        const enum fit fit = quarters_all(block, quarters);                                                            \
+        const int kind = fit == FIT_NOT ? 0 : fit == FIT && block->shift == 0 ? 1 : 2;                                 \
+        const enum ss_result result = decoders[kind][block->lanes / 128](block, making, quarters, &states);            \
+        return states_ended(block, &states) ? result : SS_BAD_DATA;                                                    \
+    }
+
+/*
+ * coded_prefetch() asks for the lines that some columns later will need; three are what a column of 6 bits a symbol
+ * takes. The hardware would ask in time if its requests did not queue with all that is written.
+ */
+TARGET_INLINE void coded_prefetch(const uint8_t *next) {
+    enum { AHEAD = 2048 };
+    for (int line = 0; line < 3; line++) {
+        _mm_prefetch((const char *)((uintptr_t)next + AHEAD + 64 * (uintptr_t)line), _MM_HINT_T0);
+    }
+}
+
+/* Where symbols go, row by row. */
+struct symbols {
+    uint8_t *target;
+};
+
+TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block, const struct symbols *symbols,
+                                            struct states *given, struct shape shape) {
+    _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
+    struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
+    struct states states = *given;
+
+    for (uint32_t first = 0; first < block->columns; first += TILE_COLUMNS) {
+        uint32_t columns = block->columns - first < TILE_COLUMNS ? block->columns - first : TILE_COLUMNS;
+        for (uint32_t column = 0; column < columns; column++) {
+            input_ready(&input);
+            coded_prefetch(input.next);
+            column_decode(block, first + column, &states, shape, &input.next,
+                          tile + (size_t)column * SS_KVRANS_ROWS_MAX);
+            if (input.next > input.end) {
+                return SS_BAD_DATA;
+            }
+        }
+        for (uint32_t group = 0; group < shape.groups; group++) {
+            uint32_t rows = block->rows - GROUP * group;
+            tile_store(tile + (size_t)GROUP * group, symbols->target + (size_t)GROUP * group * block->columns + first,
+                       block->columns, rows < GROUP ? rows : GROUP, columns);
+        }
+    }
+    *given = states;
+    return input.next == input.end ? SS_OK : SS_BAD_DATA;
+}
+
+DECODERS(columns_decode, symbols)
+
 TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
-    struct states states = states_load(block);
+    const struct symbols symbols = {target};
+    const struct shape shape = {
+        (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, 0, FIT_NOT, NULL};
+    struct states states;
     enum ss_result result;
 
-    if (block->rows != SS_KVRANS_ROWS_MAX) {
-        result = columns_decode_any(block, target, &states);
-    } else if (block->lanes == 256) {
-        result = (is_range(block) ? columns_decode_256 : columns_decode_256_low)(block, target, &states);
-    } else if (block->lanes == 128) {
-        result = (is_range(block) ? columns_decode_128 : columns_decode_128_low)(block, target, &states);
-    } else {
-        result = (is_range(block) ? columns_decode_64 : columns_decode_64_low)(block, target, &states);
+    if (block->rows == SS_KVRANS_ROWS_MAX) {
+        return columns_decode_any(block, &symbols);
     }
+    states = states_load(block);
+    result = columns_decode(block, &symbols, &states, shape);
     return states_ended(block, &states) ? result : SS_BAD_DATA;
 }
 
@@ -334,17 +364,6 @@ TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t 
 }
 
 /*
- * coded_prefetch() asks for the lines that some columns later will need; three are what a column of 6 bits a symbol
- * takes. The hardware would ask in time if its requests did not queue with all that is written.
- */
-TARGET_INLINE void coded_prefetch(const uint8_t *next) {
-    enum { AHEAD = 2048 };
-    for (int line = 0; line < 3; line++) {
-        _mm_prefetch((const char *)((uintptr_t)next + AHEAD + 64 * (uintptr_t)line), _MM_HINT_T0);
-    }
-}
-
-/*
  * next_prefetch() asks for the lines up to 'end' of what is read after the block, and returns where the rest begins.
  * Waiting for them then would cost more: memory would have nothing else to do, and here it takes what is written, too.
  */
@@ -403,7 +422,7 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
 #define BINNED_DECODE(name, lane_groups, shift)                                                                        \
     TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
                                       struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 1, FIT_NOT, NULL};                               \
+        const struct shape shape = {GROUPS, lane_groups, shift, 1, 1, FIT_NOT, NULL};                                  \
         return elements_decode(block, making, states, shape);                                                          \
     }
 
@@ -413,41 +432,6 @@ BINNED_DECODE(binned_decode_256, 4, 0)
 BINNED_DECODE(binned_decode_64_low, 1, 1)
 BINNED_DECODE(binned_decode_128_low, 2, 1)
 BINNED_DECODE(binned_decode_256_low, 4, 1)
-
-/*
- * DECODERS() defines the variants of a decoder that takes 'type', by lanes and by the look-up of tables, and a function
- * name_any() that decodes a block with the right one.
- */
-#define DECODER(name, type, lane_groups, shift, fit, suffix)                                                           \
-    TARGET static enum ss_result name##suffix(const struct ss_kvrans_block *block, const struct type *making,          \
-                                              const struct quarters *quarters, struct states *states) {                \
-        const struct shape shape = {GROUPS, lane_groups, shift, 0, 1, 0, fit, quarters};                               \
-        return name(block, making, states, shape);                                                                     \
-    }
-
-#define DECODERS(name, type)                                                                                           \
-    DECODER(name, type, 1, block->shift, FIT_NOT, _64)                                                                 \
-    DECODER(name, type, 2, block->shift, FIT_NOT, _128)                                                                \
-    DECODER(name, type, 4, block->shift, FIT_NOT, _256)                                                                \
-    DECODER(name, type, 1, 0, FIT, _64_fit)                                                                            \
-    DECODER(name, type, 2, 0, FIT, _128_fit)                                                                           \
-    DECODER(name, type, 4, 0, FIT, _256_fit)                                                                           \
-    DECODER(name, type, 1, block->shift, FIT_LARGE, _64_fit_low)                                                       \
-    DECODER(name, type, 2, block->shift, FIT_LARGE, _128_fit_low)                                                      \
-    DECODER(name, type, 4, block->shift, FIT_LARGE, _256_fit_low)                                                      \
-    TARGET static enum ss_result name##_any(const struct ss_kvrans_block *block, const struct type *making) {          \
-        static enum ss_result (*const decoders[3][3])(const struct ss_kvrans_block *, const struct type *,             \
-                                                      const struct quarters *, struct states *) = {                    \
-            {name##_64, name##_128, name##_256},                                                                       \
-            {name##_64_fit, name##_128_fit, name##_256_fit},                                                           \
-            {name##_64_fit_low, name##_128_fit_low, name##_256_fit_low}};                                              \
-        struct quarters quarters[SS_KVRANS_TABLES_MAX];                                                                \
-        struct states states = states_load(block);                                                                     \
-        const enum fit fit = quarters_all(block, quarters);                                                            \
-        const int kind = fit == FIT_NOT ? 0 : fit == FIT && block->shift == 0 ? 1 : 2;                                 \
-        const enum ss_result result = decoders[kind][block->lanes / 128](block, making, quarters, &states);            \
-        return states_ended(block, &states) ? result : SS_BAD_DATA;                                                    \
-    }
 
 DECODERS(elements_decode, ss_kvrans_making)
 

@@ -136,14 +136,15 @@ TARGET static enum fit quarters_make(const struct ss_kvrans_table *table, __m512
     return large != 0 ? FIT_LARGE : FIT;
 }
 
-/* quarters_all() lays out the tables of a block whose columns fill registers, unless one of them does not fit. */
+/* quarters_all() lays out the tables of a block, unless one of them does not fit. */
 TARGET static enum fit quarters_all(const struct ss_kvrans_block *block, struct quarters *made) {
     const __m512i values = _mm512_load_si512(block->value);
     __m512i last = _mm512_setzero_si512();
     enum fit fit = FIT;
 
     for (uint32_t column = 0; column < block->columns; column += 64) {
-        last = _mm512_max_epu8(last, _mm512_loadu_si512(block->column_table + column));
+        last = _mm512_max_epu8(last,
+                               _mm512_maskz_loadu_epi8(mask_of(block->columns - column), block->column_table + column));
     }
     for (uint32_t number = 0; _mm512_cmpge_epu8_mask(last, _mm512_set1_epi8((char)number)) != 0; number++) {
         const enum fit its = quarters_make(&block->tables[number], values, &made[number]);
