@@ -5,11 +5,12 @@ with the same calls that are given nothing to do, and taken off. Time is the thr
 that no cache holds, as a fetch does: streams come from memory, elements go to memory.
 """
 
+import copy
 import functools
 import mmap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -290,6 +291,14 @@ class Slices:
 
         treated.decoded.fill(0xA5)
         return self._verified(len(treated.symbols), run, jobs, verify)
+
+    def first_planes(self) -> Run:
+        """Return decoding of the first byte planes of lossless slices, into a cache; speed counts bytes of elements."""
+        planes = copy.copy(self.treated)
+        planes.symbol_bytes = self.treated.elements_each
+        planes.sources = [symbols[: planes.symbol_bytes] for symbols in self.treated.sources]
+        run = Slices(planes, self.codec).decompress(cached=True)
+        return replace(run, size=len(self.treated.target))
 
     def dequantize(self) -> Run:
         """Return dequantization alone, from symbols in memory; speed counts bytes of elements."""
