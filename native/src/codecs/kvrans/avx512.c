@@ -92,8 +92,7 @@ struct shape {
     uint32_t lane_groups; /* of lanes */
     uint32_t shift;
     int full;     /* there are no rows but whole groups */
-    int bare;     /* entries are wanted, not values; their shift is 0 or 1 */
-    enum fit fit; /* unless FIT_NOT, tables are in 'quarters'; then rows are full, and no entries wanted */
+    enum fit fit; /* unless FIT_NOT, tables are in 'quarters'; then rows are full */
     const struct quarters *quarters;
 };
 
@@ -124,11 +123,7 @@ TARGET_INLINE void column_decode(const struct ss_kvrans_block *block, uint32_t c
         const size_t size = shape.full || plane_size - 8 * group > 8 ? 8 : plane_size - 8 * group;
         const __mmask64 active = shape.full ? ~0ull : states->active[group];
         __m512i value = step(&table, &states->low[lanes], &states->high[lanes], active, &at);
-        if (!shape.bare) {
-            value = _mm512_permutexvar_epi8(value, values);
-        } else if (shape.shift == 1) {
-            value = _mm512_add_epi8(value, value);
-        }
+        value = _mm512_permutexvar_epi8(value, values);
         value = low_bits_add(value, planes + 8 * group, plane_size, size, shape.shift);
         _mm512_store_si512(tile + GROUP * group, value);
     }
@@ -169,7 +164,7 @@ TARGET static int states_ended(const struct ss_kvrans_block *block, const struct
 #define DECODER(name, type, lane_groups, shift, fit, suffix)                                                           \
     TARGET static enum ss_result name##suffix(const struct ss_kvrans_block *block, const struct type *making,          \
                                               const struct quarters *quarters, struct states *states) {                \
-        const struct shape shape = {GROUPS, lane_groups, shift, 1, 0, fit, quarters};                                  \
+        const struct shape shape = {GROUPS, lane_groups, shift, 1, fit, quarters};                                     \
         return name(block, making, states, shape);                                                                     \
     }
 
@@ -245,7 +240,7 @@ DECODERS(columns_decode, symbols)
 TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
     const struct symbols symbols = {target};
     const struct shape shape = {
-        (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, 0, FIT_NOT, NULL};
+        (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, FIT_NOT, NULL};
     struct states states;
     enum ss_result result;
 
@@ -329,14 +324,13 @@ TARGET_INLINE void row_merge4(__m512i first, const uint8_t *const *lower, size_t
 }
 
 /* row_stream() writes 64 elements, from column 'at' of 'row' on. */
-TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, int binned, const uint8_t *line, uint32_t row,
-                              size_t at) {
+TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, const uint8_t *line, uint32_t row, size_t at) {
     const __m512i first = _mm512_load_si512(line);
     uint8_t *target;
 
     at += row * making->columns;
-    target = making->target + at * (binned ? 2 : making->size);
-    if (binned) {
+    target = making->target + at * making->size;
+    if (making->elements != NULL) {
         const uint8_t(*bytes)[SS_KVRANS_INDEX_MAX] = making->elements->bytes[row];
         const __m512i lower = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[0]));
         const __m512i upper = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[1]));
@@ -358,7 +352,7 @@ TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, int binned,
  * Only into the second-level cache: the first one's line fill buffers are what streaming stores wait for.
  */
 TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t row, size_t at) {
-    for (uint32_t plane = 0; plane + 1 < making->size; plane++) {
+    for (uint32_t plane = 0; making->planes != NULL && plane + 1 < making->size; plane++) {
         _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T1);
     }
 }
@@ -382,7 +376,6 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
                                              struct states *given, struct shape shape) {
     enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / TILE_COLUMNS };
     _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX], lines[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
-    const uint32_t size = shape.bare ? 2 : making->size;
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
@@ -394,16 +387,14 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
             coded_prefetch(input.next);
             next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
             column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)place_of(column, size) * SS_KVRANS_ROWS_MAX);
+                          tile + (size_t)place_of(column, making->size) * SS_KVRANS_ROWS_MAX);
             if (input.next > input.end) {
                 return SS_BAD_DATA;
             }
             for (uint32_t row = ROWS_EACH * column; row < ROWS_EACH * (column + 1); row++) {
-                if (!shape.bare) {
-                    row_prefetch(making, row, first);
-                }
+                row_prefetch(making, row, first);
                 if (first > 0) {
-                    row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS);
+                    row_stream(making, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS);
                 }
             }
         }
@@ -413,48 +404,30 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
         }
     }
     for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++) {
-        row_stream(making, shape.bare, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS);
+        row_stream(making, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS);
     }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-#define BINNED_DECODE(name, lane_groups, shift)                                                                        \
-    TARGET static enum ss_result name(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,      \
-                                      struct states *states) {                                                         \
-        const struct shape shape = {GROUPS, lane_groups, shift, 1, 1, FIT_NOT, NULL};                                  \
-        return elements_decode(block, making, states, shape);                                                          \
-    }
-
-BINNED_DECODE(binned_decode_64, 1, 0)
-BINNED_DECODE(binned_decode_128, 2, 0)
-BINNED_DECODE(binned_decode_256, 4, 0)
-BINNED_DECODE(binned_decode_64_low, 1, 1)
-BINNED_DECODE(binned_decode_128_low, 2, 1)
-BINNED_DECODE(binned_decode_256_low, 4, 1)
-
 DECODERS(elements_decode, ss_kvrans_making)
 
-TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum ss_dtype dtype,
+/* What is decoded are entries, as if they were the bytes of the indices. */
+TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
     const struct ss_kvrans_making making = {
-        .elements = scratch, .target = target, .columns = block->columns, .size = 2};
-    struct states states = states_load(block);
-    enum ss_result result;
+        .elements = scratch, .target = target, .columns = given->columns, .size = 2};
+    struct ss_kvrans_block block = *given;
 
+    for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
+        block.value[index] = (uint8_t)(index << block.shift);
+    }
     if (dtype == SS_DTYPE_FLOAT16) {
-        elements_fill(block, 1, scales, scratch);
+        elements_fill(given, 1, scales, scratch);
     } else {
-        elements_fill(block, 0, scales, scratch);
+        elements_fill(given, 0, scales, scratch);
     }
-    if (block->lanes == 256) {
-        result = (block->shift != 0 ? binned_decode_256_low : binned_decode_256)(block, &making, &states);
-    } else if (block->lanes == 128) {
-        result = (block->shift != 0 ? binned_decode_128_low : binned_decode_128)(block, &making, &states);
-    } else {
-        result = (block->shift != 0 ? binned_decode_64_low : binned_decode_64)(block, &making, &states);
-    }
-    return states_ended(block, &states) ? result : SS_BAD_DATA;
+    return elements_decode_any(&block, &making);
 }
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
