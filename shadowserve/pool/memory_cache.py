@@ -94,17 +94,12 @@ class MemoryCache:
         self.add(slot, buffer, placed=placed)
 
     def drop(self, slot: int) -> None:
-        buffer = self._kept.pop(slot, None)
-        if buffer is not None:
+        if (buffer := self._kept.pop(slot, None)) is not None:
             self.kept_bytes -= buffer.size
-        else:
-            buffer = self._main.pop(slot, None)
-            if buffer is not None:
-                self._main_bytes -= buffer.size
-            else:
-                buffer = self._probation.pop(slot, None)
-                if buffer is not None:
-                    self._probation_bytes -= buffer.size
+        elif (buffer := self._main.pop(slot, None)) is not None:
+            self._main_bytes -= buffer.size
+        elif (buffer := self._probation.pop(slot, None)) is not None:
+            self._probation_bytes -= buffer.size
         self._ghosts.pop(slot, None)
         if buffer is not None:
             self._arenas.detach(buffer)

@@ -226,19 +226,17 @@ def open_parts(
         objects_max = _prepare(found, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
         objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
-        policy = IndexPolicy[config.eviction.upper()]
-        index = Index(objects_max, policy, seed)
-        clears = Clears(index)
-        disks += recover(clears, index)
-        stale = _find_stale(disks)
+        stale: list[int] = []
         lost: dict[int, int] = {}
-        if stale:
+        while True:
+            index = Index(objects_max, IndexPolicy[config.eviction.upper()], seed)
+            clears = Clears(index)
+            disks[:] = recover(clears, index, stale, lost)
+            if stale or not (stale := _find_stale(disks)):
+                break
             for disk in disks:
                 disk.volume.close()
             index.close()
-            index = Index(objects_max, policy, seed)
-            clears = Clears(index)
-            disks[:] = recover(clears, index, stale, lost)
     except (FormatError, NativeError, DeviceError, OSError) as error:
         waker.close()
         for _, device in found:
@@ -299,8 +297,8 @@ def _recover(
     entropy: Callable[[int], bytes],
     clears: Clears,
     index: Index,
-    stale: Sequence[int] = (),
-    lost: dict[int, int] | None = None,
+    stale: Sequence[int],
+    lost: dict[int, int],
 ) -> list[Disk]:
     """Open all volumes; drop the objects of ``stale`` ones, counted by tenant in ``lost``.
 
@@ -308,19 +306,14 @@ def _recover(
     """
     volumes: dict[int, Volume] = {}
     pool_id: bytes | None = None
-    for number in [*stale, *(number for number in range(len(found)) if number not in stale)]:
+    for number in sorted(range(len(found)), key=lambda number: number not in stale):
+        device = found[number][1]
         volume = Volume.open(
-            found[number][1],
-            index,
-            number,
-            pool_id=pool_id,
-            living=clears.living,
-            clock_ms=clock_ms,
-            entropy=entropy,
+            device, index, number, pool_id=pool_id, living=clears.living, clock_ms=clock_ms, entropy=entropy
         )
         pool_id = volume.superblock.pool_id
         volumes[number] = volume
-        if number in stale and lost is not None:
+        if number in stale:
             _drop_stale(index, volume, lost)
     index.replayed()
     disks: list[Disk] = []
@@ -346,26 +339,15 @@ def _log_recovery(volume: Volume) -> None:
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
     if report.grown_bytes:
-        layout = volume.superblock.layout
-        _log.info(
-            "volume_grown device=%s more_bytes=%d bytes=%d objects_max=%d",
-            name,
-            report.grown_bytes,
-            volume.superblock.device_bytes,
-            layout.objects_max,
-        )
+        sizes = report.grown_bytes, volume.superblock.device_bytes, volume.objects_max
+        _log.info("volume_grown device=%s more_bytes=%d bytes=%d objects_max=%d", name, *sizes)
     for note in report.notes:
         _log.warning("volume_note device=%s note=%r", name, note)
     if report.log_blocks_repaired:
         _log.warning("log_repaired device=%s blocks=%d", name, report.log_blocks_repaired)
     if report.dropped:
-        _log.warning(
-            "objects_lost device=%s unproven=%d unnamed=%d overlapping=%d",
-            name,
-            report.unproven,
-            report.unnamed,
-            report.overlapping,
-        )
+        lost = report.unproven, report.unnamed, report.overlapping
+        _log.warning("objects_lost device=%s unproven=%d unnamed=%d overlapping=%d", name, *lost)
 
 
 def _count_entries(core: Core) -> None:
@@ -387,10 +369,9 @@ def _count_entries(core: Core) -> None:
 def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
     """Drop objects whose tenant's id has another meaning on the other devices."""
     for disk, tenant in tenants.conflicts:
-        cursor, first = 0, True
-        while first or cursor:
-            first = False
-            cursor, slots = core.index.scan(tenant, cursor, ENTRIES_PER_HOLD, SCAN_LINES)
+        cursor = -1
+        while cursor:
+            cursor, slots = core.index.scan(tenant, max(cursor, 0), ENTRIES_PER_HOLD, SCAN_LINES)
             for slot in slots:
                 entry = core.entry(slot)
                 if entry is not None and entry.device == disk.number:

@@ -646,8 +646,5 @@ class Pool(ABC):
             found = pool_statistics(self._opened, self._reader, self._writer, keys, self._peak_bytes)
             cold = None if self._lower_tier is None else self._lower_tier.statistics()
             return replace(found, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
-        quota = self._space.quotas.get(tenant)
-        budget = self._space.capacity_bytes
-        if quota is not None and quota.bytes_max is not None:
-            budget = quota.bytes_max
-        return tenant_statistics(self._core, tenant, keys, budget)
+        quota_bytes, budget_bytes = self._space.bounds(tenant)
+        return tenant_statistics(self._core, tenant, keys, budget_bytes if quota_bytes is None else quota_bytes)

@@ -108,7 +108,7 @@ def _cold_object(data: bytes) -> None:
             needed = cold_layout.footer_bytes(tail, size)
             assert cold_layout.FOOTER_BYTES < needed < size
             contents = cold_layout.parse_footer(name.decode("latin-1"), tail, size)
-            assert cold_layout.name_of(contents.tenant, contents.places) == contents.name
+            assert cold_layout.Contents.of(contents.tenant, size, contents.places.items()) == contents
             for place in contents.places.values():
                 assert 0 < place.header_bytes <= place.length and place.offset + place.length <= size - needed
 

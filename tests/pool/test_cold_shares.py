@@ -94,9 +94,7 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     node.await_known(12)
     modest = set(bucket.objects)
     greedy = tenant(node, "greedy")
-    for number in range(12):
-        node.store_chain(Chain(f"greedy {number}", 8, MIB), greedy)
-        node.await_written(number + 2)
+    node.write_chains((Chain(f"greedy {number}", 8, MIB) for number in range(12)), greedy)
     wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
     node.await_listed()
     second.await_listed()
@@ -115,11 +113,8 @@ def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: Faul
     mine, *others = (Chain(label, 8, MIB // 8) for label in ("mine", *(f"greedy {number}" for number in range(10))))
     # The last record of a chain fills its object; no time ends one before.
     node = open_node(gather_s=600.0, object_bytes=MIB)
-    node.store_chain(mine, tenant(node, "modest"))
-    node.await_written(1)
-    for number, chain in enumerate(others):
-        node.store_chain(chain, tenant(node, "greedy"))
-        node.await_written(number + 2)
+    node.write_chains([mine], tenant(node, "modest"))
+    node.write_chains(others, tenant(node, "greedy"))
     again = open_node(chunks_max=24)
     again.await_known(24)
     assert again.read_chain(mine, tenant(again, "modest")) == mine.values
@@ -156,14 +151,8 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)
     found = catalog.find("a", keys[0])
-    assert (
-        catalog.chunks == 4
-        and found is not None
-        and found.digest.hex() in two.name
-        and catalog.find("a", keys[1]) is None
-    )
-    listed = Listed(one.name, 500, 1.0)
-    assert not catalog.wants(listed, one.parts)
+    assert catalog.chunks == 4 and found.digest.hex() in two.name and catalog.find("a", keys[1]) is None
+    assert not catalog.wants(Listed(one.name, 500, 1.0), one.parts)
 
 
 # ---- Turns
@@ -215,9 +204,8 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     """Symptom: a tenant's read waited behind all reads of another, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
-    for number, chain in enumerate([*floods, MINE]):
-        writer.store_chain(chain, tenant(writer, "modest" if chain is MINE else "greedy"))
-        writer.await_written(number + 1)
+    writer.write_chains(floods, tenant(writer, "greedy"))
+    writer.write_chains([MINE], tenant(writer, "modest"))
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=60.0)
     node.await_known(252)
     modest, greedy = tenant(node, "modest"), tenant(node, "greedy")
@@ -245,9 +233,7 @@ def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucke
     """Symptom: too many reads of one tenant made the bucket count as down, and all reads of others were misses."""
     writer = open_node()
     chains = [Chain(f"chain {number}", 4) for number in range(8)]
-    for number, chain in enumerate(chains):
-        writer.store_chain(chain)
-        writer.await_written(number + 1)
+    writer.write_chains(chains)
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=0.5)
     node.await_known(32)
     gate = bucket.hold("get")

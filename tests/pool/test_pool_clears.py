@@ -2,7 +2,6 @@
 
 import pytest
 from pool_support import disks_of, simulated_pool, start_pool
-from simulated_device import SimulatedDevice
 from store_driver import Driver
 
 from shadowserve.pool.types import ENTRIES_PER_HOLD
@@ -17,10 +16,7 @@ def filled(pool: Driver, tenant: int = 0) -> None:
 
 def cut(pool: Driver) -> Driver:
     """Cut the power and start again."""
-    after = []
-    for disk in disks_of(pool):
-        assert isinstance(disk.volume.device, SimulatedDevice)
-        after.append(disk.volume.device.crash(torn=False, seed=1))
+    after = [disk.volume.device.crash(torn=False, seed=1) for disk in disks_of(pool)]
     pool.store.close()
     return Driver(simulated_pool(after))
 

@@ -2,29 +2,19 @@
 
 import logging
 import select
-from collections.abc import Callable
+import threading
 from pathlib import Path
 
 import pytest
 from machine import wait_for
-from pool_support import (
-    MIB,
-    chunk,
-    drop_copies,
-    entry_of,
-    file_pool,
-    key_of,
-    reopened,
-    start_pool,
-)
+from pool_support import MIB, chunk, drop_copies, entry_of, file_pool, key_of, reopened, start_pool
 from store_driver import Clock, Driver, taken
 
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 
 def in_memory(driver: Driver, key: bytes) -> bool:
-    item = driver.peek(key)
-    return item.value is not None
+    return driver.peek(key).value is not None
 
 
 def reads_of(driver: Driver) -> int:
@@ -60,8 +50,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     assert pool.value(b"") == b"of the empty key"
     for number in range(20):
         assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
-    item = pool.peek(b"long")
-    assert item.expires_at_ms == clock.now_ms - 200 + 10**9
+    assert pool.peek(b"long").expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
 
 
@@ -122,21 +111,18 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
         pool.put(key, value)
     drop_copies(pool)
     devices[0].automatic = False
-    readings = [(key, pool.open(key)) for key in values]
+    readings = {key: pool.open(key) for key in values}
     begun = len(devices[0].waiting)
     assert 32 < begun < len(values) - 32
     for released in range(1, 25):
         assert devices[0].complete() is not None
         pool.store.poll()
-        done = next(one for one in readings if one[1] is not None and one[1].finished)
-        assert done[1] is not None and done[1].wait() == values[done[0]]
-        done[1].release()
-        readings.remove(done)
+        key = next(key for key, reading in readings.items() if reading.finished)
+        assert taken([readings.pop(key)]) == [values[key]]
         assert len(devices[0].waiting) == begun - released % 8
     devices[0].automatic = True
-    for key, reading in readings:
-        assert reading.wait() == values[key]
-        reading.release()
+    for key, reading in readings.items():
+        assert taken([reading]) == [values[key]]
 
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
@@ -161,8 +147,7 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     elif change == "make way":  # another object takes its place in the index
         later = pool.put_soon(b"b", b"new" * 20_000)
     devices[0].automatic = True
-    assert reading.wait() == b"old" * 20_000
-    reading.release()
+    assert taken([reading]) == [b"old" * 20_000]
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
     assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
@@ -239,8 +224,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     assert change.wait() is None
     pool.settle(pool.call(pool.store.barrier))
     pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
-    item = pool.peek(b"a")
-    assert item.expires_at_ms == clock.now_ms + 10**8
+    assert pool.peek(b"a").expires_at_ms == clock.now_ms + 10**8
     assert pool.statistics().pinned_keys == 1
 
 
@@ -287,12 +271,11 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
 def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     pool, devices = start_pool(write_bytes_under_way_max=1 * MIB)
     devices[0].automatic = False
-    called: list[int] = []
-    ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
-    first = pool.call(pool.store.allocate, 600_000, ready)
-    assert first is not None and pool.call(pool.store.allocate, 600_000, ready) is None
+    ready = threading.Event()
+    first = pool.call(pool.store.allocate, 600_000, ready.set)
+    assert first is not None and pool.call(pool.store.allocate, 600_000, ready.set) is None
     with pytest.raises(MemoryError, match="memory_budget_bytes"):
-        pool.call(pool.store.allocate, 8 * MIB, ready)
+        pool.call(pool.store.allocate, 8 * MIB, ready.set)
     change = pool.put_soon(b"a", first)
     del first
     with pytest.raises(BusyError) as busy:
@@ -300,7 +283,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     assert pool.call(pool.store.settling, (0, b"a")) is not None and not change.outcomes
     devices[0].automatic = True
     assert change.wait() is None
-    pool.pump(lambda: called and busy.value.again.settled)
+    pool.pump(lambda: ready.is_set() and busy.value.again.settled)
     assert pool.call(pool.store.settling, (0, b"a")) is None
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
@@ -310,7 +293,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
 def test_an_abandoned_buffer_is_freed() -> None:
     pool, _ = start_pool()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
-    assert buffer is not None
+    assert pool.statistics().memory_used_bytes
     del buffer  # its client has disconnected
     pool.store.poll()
     assert pool.statistics().memory_used_bytes == 0
@@ -326,8 +309,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
     drop_copies(pool)
     readings = [pool.open(key_of(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
-        assert reading.wait() == bytes([number]) * 1_000_000
-        reading.release()
+        assert taken([reading]) == [bytes([number]) * 1_000_000]
     assert pool.statistics().evicted_keys == 0
 
 

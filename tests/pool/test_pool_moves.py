@@ -1,6 +1,6 @@
 """Keys that move between devices: no older value returns, wherever a log ends."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ POLLS = 24
 
 
 def device_of(disk: Disk) -> SimulatedDevice:
-    assert isinstance(disk.volume.device, SimulatedDevice)
     return disk.volume.device
 
 
@@ -50,18 +49,15 @@ def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
 
 
 def survive_nothing(*disks: Disk) -> None:
-    """Simulate a power cut that loses all unflushed writes."""
-    for disk in disks:
-        device_of(disk).crash = _cut(device_of(disk))
+    """Let the next power cut lose all unflushed writes."""
 
-
-def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
-    def crash(**_: Any) -> SimulatedDevice:
+    def cut(device: SimulatedDevice, **_: Any) -> SimulatedDevice:
         after = SimulatedDevice(device.capacity_bytes, seed=1, name=device.name)
         after._durable = dict(device._durable)
         return after
 
-    return crash
+    for disk in disks:
+        device_of(disk).crash = partial(cut, device_of(disk))
 
 
 def stored(**keys: Any) -> tuple[Driver, Disk, Disk]:
@@ -86,9 +82,7 @@ def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(
-    missing: bool,
-) -> None:
+def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(missing: bool) -> None:
     pool, _, second, change = moved()
     acknowledged = bool(change.outcomes)
     if not missing:

@@ -186,7 +186,6 @@ def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:
 def test_lent_memory_returns_with_its_last_view() -> None:
     arenas = Arenas(4 * MIB, [0, 0])
     buffer = arenas.take(10)
-    assert buffer is not None
     view = arenas.lend(buffer, 30_000)
     part = view[10:20]
     assert arenas.lent(view) is buffer and arenas.lent(part) is None and arenas.lent_bytes == 40_960
@@ -194,9 +193,7 @@ def test_lent_memory_returns_with_its_last_view() -> None:
     assert not arenas.settle()  # a view of it is in use
     del part
     assert arenas.settle() and arenas.used_bytes == arenas.lent_bytes == 0
-    buffer = arenas.take(1)
-    assert buffer is not None
-    view = arenas.lend(buffer, 100)
+    view = arenas.lend(arenas.take(1), 100)
     arenas.end_loan(view)
     arenas.end_loan(view)
     assert arenas.used_bytes == 0

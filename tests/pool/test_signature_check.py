@@ -272,9 +272,8 @@ def test_an_unreadable_object_is_a_finding() -> None:
     store = Store(device_of())
     for key, value in VALUES.items():
         store.keep(key, value)
-    store.volume.snapshot()
-    store.drain()
-    device = store.simulated.restart()
+    store.snapshot()
+    device = store.device.restart()
     device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
     findings = {finding.what for finding in verify_volume(device).findings}
     assert findings and all(each.startswith("it cannot be read: ") for each in findings)
@@ -334,9 +333,7 @@ def test_content_made_by_a_tool_is_not_formatted_over(tool: str, loop: Path) -> 
     refused(loop, {"mkfs.ext4": "ext", "mkfs.xfs": "XFS", "mkfs.btrfs": "Btrfs", "mkswap": "swap"}[tool])
 
 
-def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
-    volume: Path,
-) -> None:
+def test_an_old_second_superblock_does_not_endanger_a_new_file_system(volume: Path) -> None:
     """Symptom: the copy at 1 MiB was sound, so the server 'repaired' the first one and overwrote the file system."""
     with volume.open("r+b") as file:
         file.write(bytes(BLOCK_BYTES))

@@ -52,14 +52,7 @@ class ColdTier(Part):
         self._writer = ColdWriter(shared, indexer)
         self._deletions = Deletions(shared)
         partitions = Partitions(serves, config.index_ttl_s, clock_s)
-        self._lister = BucketLister(
-            shared,
-            self._deletions,
-            indexer,
-            partitions,
-            self._on_listed,
-            self._on_forgotten,
-        )
+        self._lister = BucketLister(shared, self._deletions, indexer, partitions, self._on_listed, self._on_forgotten)
         self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
         self._new: list[tuple[int | None, Ticket]] = []  # removals since the last barrier, with their tenants
@@ -121,10 +114,11 @@ class ColdTier(Part):
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breakers.read.away else self._record_of(address)
-        if record is not None:
-            self._lister.partitions.ask(partition_of(record[1]))
-        found = None if record is None else self._catalog.find(*record)
-        return None if record is None or found is None else ColdItem(address, *record, found)
+        if record is None:
+            return None
+        self._lister.partitions.ask(partition_of(record[1]))
+        found = self._catalog.find(*record)
+        return None if found is None else ColdItem(address, *record, found)
 
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool

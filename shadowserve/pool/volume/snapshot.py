@@ -134,14 +134,14 @@ class Snapshot:
         if not self._dump.ended and len(self._pending) < RECORDS_BYTES:
             self.wants_step = True
         elif self._pending:
-            self._write_slice(SLICE_BLOCKS * RECORDS_BYTES)
+            self._write_slice()
         else:
             # Every change that a slice may have comes into the log; then log and slices become durable.
             self._settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
 
-    def _write_slice(self, room: int) -> None:
+    def _write_slice(self) -> None:
         # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
-        count = min(len(self._pending), room)
+        count = min(len(self._pending), SLICE_BLOCKS * RECORDS_BYTES)
         if not self._dump.ended:
             count -= count % RECORDS_BYTES
         blocks = -(-count // RECORDS_BYTES)
@@ -161,16 +161,9 @@ class Snapshot:
 
     def _write(self, place: int, blocks: int, proceed: Callable[[], None]) -> None:
         self.written_bytes += blocks * BLOCK_BYTES
-        offset, length, written = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._unless_failed(proceed)
-        operation = Operation(
-            OperationKind.WRITE,
-            offset,
-            length,
-            self._buffer.address,
-            Priority.BACKGROUND,
-            lambda ended: written(ended.error),
-        )
-        self._submit([operation])
+        written = self._unless_failed(proceed)
+        where = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._buffer.address
+        self._submit([Operation(OperationKind.WRITE, *where, Priority.BACKGROUND, lambda ended: written(ended.error))])
 
     def _unless_failed(self, proceed: Callable[[], None]) -> Callable[[Exception | None], None]:
         """Return a callback for the end of a step: it proceeds if there was no error."""
