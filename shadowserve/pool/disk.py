@@ -133,6 +133,8 @@ class Disk:
         ``wake`` makes the pool call step() soon; ``on_gone`` is called once, when the device is given up.
         """
         self.volume = volume
+        self.number = volume.number
+        self.name = volume.device.name
         self.log = DiskLog(volume, wake)  # changes that the pool logs there
         self.meter = meter
         self.write_budget = write_budget
@@ -152,14 +154,6 @@ class Disk:
         self._freed_later: dict[int, int] = {}  # bytes of extents to free after their last operation
         self._freeable: deque[Extent] = deque()  # extents to free when the log has the records that free them
         write_budget.unpack(volume.notes.get(_WEAR_NOTE, b""), volume.written_bytes)
-
-    @property
-    def number(self) -> int:
-        return self.volume.number
-
-    @property
-    def name(self) -> str:
-        return self.volume.device.name
 
     def set_budget(self, bytes_max: int | None, objects_max: int | None) -> None:
         """Limit what the device holds; None for the volume's own limit."""

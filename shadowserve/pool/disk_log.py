@@ -11,7 +11,7 @@ from typing import Final
 from shadowserve.native import RecordFlag, RecordKind
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import pack_record
-from shadowserve.pool.volume.tickets import BusyError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, Ticket, when_settled
 from shadowserve.pool.volume.volume import Volume
 
 _SESSION_NOTE: Final = b"session"
@@ -133,11 +133,7 @@ class DiskLog:
 
     def _await_removals(self) -> None:
         self._awaited_removals, self._removals = self._removals, set()
-        ticket = self._volume.barrier()
-        if ticket is None:
-            self._awaited_removals = set()
-        else:
-            ticket.then(self._on_removals_durable)
+        when_settled(self._volume.barrier(), self._on_removals_durable)
 
     def _on_removals_durable(self, error: Exception | None) -> None:
         if error is None:  # otherwise the device is given up
@@ -160,11 +156,7 @@ class DiskLog:
             return
         self.session = session
         self._sessions.append(session)
-        ticket = self._volume.barrier()
-        if ticket is None:
-            self._on_session_durable(session, None)
-        else:
-            ticket.then(lambda error: self._on_session_durable(session, error))
+        when_settled(self._volume.barrier(), lambda error: self._on_session_durable(session, error))
 
     def _on_session_durable(self, session: bytes, error: Exception | None) -> None:
         if error is None:

@@ -3,7 +3,6 @@
 import errno
 import hashlib
 import logging
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
 from shadowserve.pool.space import Space
 from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, TENANTS_MAX
-from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.block_reader import ANSWER_S, BlockReader, read_superblocks
+from shadowserve.pool.volume.device import BlockDevice, wait_for_operations
 from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError
 from shadowserve.pool.volume.formatting import check_empty, fit_file
 from shadowserve.pool.volume.tickets import OutOfBudgetError
@@ -237,14 +236,14 @@ def open_parts(
             for disk in disks:
                 disk.volume.close()
             index.close()
+        memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
+        if measure and disks:
+            _measure_all(memory, disks, arenas)
     except (FormatError, NativeError, DeviceError, OSError) as error:
         waker.close()
         for _, device in found:
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
-    memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
-    if measure and disks:
-        _measure_all(memory, disks, arenas)
     core = core_class(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms, ticks)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _count_entries(core)
@@ -438,7 +437,7 @@ def _measure(disk: Disk, arenas: Arenas) -> None:
             length += _run(device, turn)
             reads += len(turn)
         disk.meter.sample(length / max(time.monotonic() - began, 1e-6))
-    except (OSError, DeviceError) as error:
+    except OSError as error:
         _log.warning("device_not_measured device=%s error=%r", disk.name, str(error))
     finally:
         arenas.release(buffer)
@@ -451,13 +450,12 @@ def _operation(kind: OperationKind, first: int, size: int, address: int) -> Oper
 
 
 def _run(device: BlockDevice, operations: list[Operation]) -> int:
-    """Run operations and wait for them; return their bytes."""
+    """Run operations and wait for all of them; return their bytes, or raise the first error."""
     device.submit(operations)
     left = len(operations)
     while left:
-        select.select([device.fileno()], [], [], _MEASURED_S)
-        for operation in device.completed():
-            left -= 1
-            if operation.error is not None:
-                raise operation.error
+        left -= len(wait_for_operations(device, ANSWER_S))
+    for operation in operations:
+        if operation.error is not None:
+            raise operation.error
     return sum(operation.length for operation in operations)

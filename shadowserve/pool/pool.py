@@ -22,7 +22,7 @@ from shadowserve.pool.reads import Completion, Reader
 from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
-from shadowserve.pool.statistics import Statistics, pool_statistics, tenant_statistics
+from shadowserve.pool.statistics import Statistics, entry_statistics, pool_statistics
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
 from shadowserve.pool.volume.tickets import Ticket, joined
 from shadowserve.pool.volume.volume import Call
@@ -647,4 +647,4 @@ class Pool(ABC):
             cold = None if self._lower_tier is None else self._lower_tier.statistics()
             return replace(found, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
         quota_bytes, budget_bytes = self._space.bounds(tenant)
-        return tenant_statistics(self._core, tenant, keys, budget_bytes if quota_bytes is None else quota_bytes)
+        return entry_statistics(self._core, tenant, keys, budget_bytes if quota_bytes is None else quota_bytes)

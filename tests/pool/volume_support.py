@@ -32,7 +32,7 @@ from shadowserve.pool.volume.format import (
     object_fields,
     pack_record,
 )
-from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket, when_settled
 from shadowserve.pool.volume.volume import Volume
 
 POOL = bytes(range(16))
@@ -177,11 +177,7 @@ class Store:
 
     def barrier(self, what: object) -> None:
         """Settle ``what`` when all changes so far are durable."""
-        ticket = self.volume.barrier()
-        if ticket is None:
-            self.settled.append((what, None))
-        else:
-            ticket.then(lambda error: self.settled.append((what, error)))
+        when_settled(self.volume.barrier(), lambda error: self.settled.append((what, error)))
 
     def entry(self, key: bytes, *, tenant: int = 0) -> IndexEntry | None:
         slot = self.index.find(tenant, key)

@@ -3,7 +3,6 @@
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 from typing import Final
 
@@ -55,14 +54,6 @@ class _Packing:
         self.contents: Contents | None = None  # set once the object may be in the bucket
 
 
-@dataclass(slots=True)
-class _Pressure:
-    """Times of evictions that were held back: the first one since the last write, and the last one."""
-
-    since_s: float | None = None
-    last_s: float = -inf
-
-
 class ColdWriter(ThreadedPart):
     """Writes stored records as fast as the bucket accepts them.
 
@@ -86,7 +77,8 @@ class ColdWriter(ThreadedPart):
         self._indexer = indexer
         self._packing: list[_Packing] = []
         self._hurry = False
-        self._pressure = _Pressure()
+        self._held_back_since_s: float | None = None  # time of the first held-back eviction since the last write
+        self._held_back_last_s = -inf
         self._pool: Pool
         self._lock: threading.Lock
         self._name_of: Callable[[int], str | None]
@@ -112,15 +104,16 @@ class ColdWriter(ThreadedPart):
         with self._changed:
             waits = self.gathering.prioritize(tenant, key) or any(address in each.addresses for each in self._packing)
             if not waits:
-                self._pressure.since_s = None
+                self._held_back_since_s = None
             if not waits or self._closed or self._breakers.write.away:
                 return False
             now_s = self._clock_s()
-            self._pressure.since_s = now_s if self._pressure.since_s is None else self._pressure.since_s
-            if now_s - self._pressure.since_s > self._config.timeout_s:
+            if self._held_back_since_s is None:
+                self._held_back_since_s = now_s
+            if now_s - self._held_back_since_s > self._config.timeout_s:
                 return False
             self.held_back += 1
-            self._pressure.last_s = now_s
+            self._held_back_last_s = now_s
             self._changed.notify()
             return True
 
@@ -156,7 +149,7 @@ class ColdWriter(ThreadedPart):
     def _take(self) -> Batch | None:
         now_s = self._clock_s()
         evicting = self._config.write == "evicted"
-        pressed = now_s - self._pressure.last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
+        pressed = now_s - self._held_back_last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
         if self._breakers.write.away or (evicting and not (pressed or self._hurry)):
             return None
         return self.gathering.take(now_s, hurry=self._hurry or evicting)
@@ -200,7 +193,7 @@ class ColdWriter(ThreadedPart):
             except ColdObjectError:
                 return  # of another size, or unsound: the next list handles it
         self._breakers.write.succeeded()
-        self._pressure.since_s = None
+        self._held_back_since_s = None
         if not packing.removal_tickets and self._catalog.add(contents) and is_new:
             self._indexer.note(contents)
 

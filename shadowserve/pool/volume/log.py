@@ -19,7 +19,6 @@ from shadowserve.pool.volume.format import (
     RECORD_BYTES,
     RECORDS_BYTES,
     BlockHeader,
-    Layout,
     Superblock,
     pack_blocks,
 )
@@ -57,12 +56,14 @@ class Log:
         self.first = first  # oldest block that is still needed
         self.records = 0  # appended records since it was opened
         self.written_bytes = 0  # bytes of both copies
+        self.blocks = superblock.layout.log_blocks  # blocks of each copy
         self._superblock = superblock
+        self._layout = superblock.layout
         self._submit = submit
         self._epoch = epoch
         self._previous_epoch = previous_epoch
         self._pending = bytearray()
-        self._buffer = Pages(min(_WRITTEN_BLOCKS_MAX, self._layout.log_blocks) * BLOCK_BYTES)
+        self._buffer = Pages(min(_WRITTEN_BLOCKS_MAX, self.blocks) * BLOCK_BYTES)
         self._durable_records = 0
         self._group_records = 0
         self._writes = 0
@@ -76,18 +77,10 @@ class Log:
         return self._previous_epoch
 
     @property
-    def _layout(self) -> Layout:
-        return self._superblock.layout
-
-    @property
-    def blocks(self) -> int:
-        return self._layout.log_blocks
-
-    @property
     def blocks_free(self) -> int:
         """Blocks that may still be written, without those for appended records."""
         pending = -(-len(self._pending) // RECORDS_BYTES)
-        return self._layout.log_blocks - (self.sequence - self.first) - pending
+        return self.blocks - (self.sequence - self.first) - pending
 
     @property
     def idle(self) -> bool:
@@ -141,8 +134,8 @@ class Log:
         return BlockHeader(count, self.sequence + block, self._epoch, previous_epoch, self.durable)
 
     def _write(self, blocks: int) -> None:
-        place = self.sequence % self._layout.log_blocks
-        until_end = min(blocks, self._layout.log_blocks - place)
+        place = self.sequence % self.blocks
+        until_end = min(blocks, self.blocks - place)
         parts = [(place, 0, until_end), (0, until_end, blocks - until_end)]
         operations = [
             Operation(
