@@ -105,8 +105,3 @@ def disks_of(driver: Driver) -> list[Disk]:
 def chunk(number: int, chain: int = 0) -> bytes:
     """Return the 32 bytes of a chunk's name."""
     return (chain << 32 | number + 1).to_bytes(32, "big")
-
-
-def key_of(name: bytes) -> bytes:
-    """Return the key of a chunk."""
-    return b"kv:" + name.hex().encode()

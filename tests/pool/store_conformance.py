@@ -12,6 +12,7 @@ from machine import drive
 from store_driver import Clock, Driver, Reading
 from work_meter import WORK_MAX, WorkMeter
 
+from shadowserve.keys import storage_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, PinShareError
 from shadowserve.pool.volume.tickets import OutOfBudgetError
@@ -287,7 +288,7 @@ class StoreConformance(ABC):
 
     def test_a_chunk_is_evicted_after_its_descendants(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(6)]
-        keys = [b"kv:" + name.hex().encode() for name in names]
+        keys = [storage_key(name) for name in names]
         store = self.drive(4 * self.cost(keys[0], 1000), Clock())
 
         def put(number: int, parent: int | None) -> None:
@@ -312,12 +313,12 @@ class StoreConformance(ABC):
 
     def test_chunks_with_circular_parents_can_be_evicted(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(3)]
-        store = self.drive(3 * self.cost(b"kv:" + 64 * b"a", 1000), Clock())
+        budget_bytes = 3 * self.cost(storage_key(names[0]), 1000)
+        store = self.drive(budget_bytes, Clock())
         for number, name in enumerate(names):
-            key = b"kv:" + name.hex().encode()
-            store.put(key, b"x" * 1000, parent=names[(number + 1) % 3] if number < 2 else names[2])
-        store.put(b"kv:" + names[1].hex().encode(), b"x" * 1000, parent=names[0])
-        store.put(b"large", b"x" * (3 * self.cost(b"kv:" + 64 * b"a", 1000) - 2200))
+            store.put(storage_key(name), b"x" * 1000, parent=names[(number + 1) % 3] if number < 2 else names[2])
+        store.put(storage_key(names[1]), b"x" * 1000, parent=names[0])
+        store.put(b"large", b"x" * (budget_bytes - 2200))
         assert store.keys() == {b"large"}
 
     # ---- One tenant's pins
@@ -375,7 +376,7 @@ class StoreConformance(ABC):
     def test_a_pin_of_the_last_chunk_does_not_pin_the_chain(self) -> None:
         clock = Clock()
         names = [bytes([number + 1]) * 32 for number in range(8)]
-        keys = [b"kv:" + name.hex().encode() for name in names]
+        keys = [storage_key(name) for name in names]
         store = self.drive(8 * self.cost(keys[0], 1000), clock)
         store.call(store.store.set_pin_shares, 0.25, 0.5)
         for number, key in enumerate(keys):

@@ -74,19 +74,6 @@ def test_interleaved_chains_go_into_separate_objects(bucket: FaultyS3, open_node
     assert [sum(value in body for value in one.values) for body in bodies] in ([16, 0], [0, 16])
 
 
-def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
-    long = Chain("long", 40, 1 << 16)
-    node.store_records(long.records[:4])
-    node.await_listed()
-    assert not bucket.objects and node.cold().waiting_records == 4
-    node.store_records(long.records[4:])
-    statistics = node.statistics()
-    assert statistics.evicted_keys and node.cold().held_back and not node.cold().missed_records
-    assert node.cold().written_objects <= 10, "consecutive records must share an object"
-    assert node.read_chain(long) == long.values
-
-
 @pytest.mark.parametrize("how", ["slow", "refusing"])
 def test_write_evicted_waits_for_an_unwritable_bucket_until_its_deadline(
     bucket: FaultyS3, open_node: Opens, how: str

@@ -3,9 +3,11 @@
 from typing import Any
 
 import pytest
-from pool_support import chunk, drop_copies, entry_of, key_of, start_pool
+from pool_support import chunk, drop_copies, entry_of, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
+
+from shadowserve.keys import storage_key
 
 CHAIN = [chunk(number) for number in range(6)]
 LENGTHS = [10_000 + number for number in range(6)]
@@ -18,9 +20,9 @@ def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice], C
 
 def stored(pool: Driver) -> list[tuple[int, int]]:
     """Store the chain; return device and extent of each."""
-    changes = [pool.put_soon(key_of(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
+    changes = [pool.put_soon(storage_key(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
     assert {change.wait() for change in changes} == {None}
-    entries = [entry_of(pool, key_of(name)) for name in CHAIN]
+    entries = [entry_of(pool, storage_key(name)) for name in CHAIN]
     return [(entry.device, entry.extent) for entry in entries]
 
 
@@ -54,7 +56,7 @@ def test_a_chain_is_lent_in_place_several_times() -> None:
 @pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "not durable", "gone"])
 def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
     pool, devices, clock = start(2)
-    places, third = stored(pool), key_of(CHAIN[2])
+    places, third = stored(pool), storage_key(CHAIN[2])
     expected, lengths = 2, list(LENGTHS)
     if why == "absent":
         pool.remove(third)
@@ -114,7 +116,7 @@ def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
         with pool.lock:
             for name in CHAIN:
                 if change == "remove":
-                    assert pool.store.remove((0, key_of(name)))
+                    assert pool.store.remove((0, storage_key(name)))
                 elif change == "evict":
                     assert pool.store._space.evict(cause="budget")
             if change == "clear":

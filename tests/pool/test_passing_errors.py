@@ -242,10 +242,11 @@ def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationK
     assert not pool.statistics().devices[0].quarantined_bytes
 
 
-def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
+@pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
+def test_an_extent_that_fails_its_test_stays_out_of_use(kind: OperationKind) -> None:
     pool, devices = start_pool()
     extent = quarantined(pool, devices) // BLOCK_BYTES
-    fault = devices[0].fail(OperationKind.WRITE, times=1, first_block=extent, last_block=extent + 20)
+    fault = devices[0].fail(kind, times=1, first_block=extent, last_block=extent + 20)
     pass_time(pool, 80)
     assert fault.met == 1
     pass_time(pool, 1000)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 from machine import wait_for
-from pool_support import MIB, chunk, drop_copies, entry_of, file_pool, key_of, reopened, start_pool
+from pool_support import MIB, chunk, drop_copies, entry_of, file_pool, reopened, start_pool
 from store_driver import Clock, Driver, taken
 
+from shadowserve.keys import storage_key
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 
@@ -26,7 +27,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     pool, devices = start_pool(2, clock_ms=clock)
     one = pool.call(pool.store.tenant, "one")
     for number in range(20):
-        pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
+        pool.put(storage_key(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
     pool.put(b"name \xff", b"of the default tenant", header_bytes=3)
     pool.put(b"name", b"of one", one)
     pool.put(b"", b"of the empty key")
@@ -49,7 +50,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
     assert pool.value(b"") == b"of the empty key"
     for number in range(20):
-        assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
+        assert pool.value(storage_key(chunk(number))) == b"%d" % number * 5_000
     assert pool.peek(b"long").expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
 
@@ -304,10 +305,10 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
     pool, _ = start_pool(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
         value = bytes([number]) * 1_000_000
-        pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
+        pool.put(storage_key(chunk(number)), value, parent=chunk(number - 1) if number else b"")
     assert pool.statistics().devices[0].objects == 12
     drop_copies(pool)
-    readings = [pool.open(key_of(chunk(number))) for number in range(16)]
+    readings = [pool.open(storage_key(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
         assert taken([reading]) == [bytes([number]) * 1_000_000]
     assert pool.statistics().evicted_keys == 0
@@ -316,7 +317,7 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
 def test_colliding_keys_are_never_confused() -> None:
     pool, _ = start_pool()
     pool.put(b"name", b"by name")
-    forged = key_of(entry_of(pool, b"name").key)  # the chunk whose name is the digest of that key
+    forged = storage_key(entry_of(pool, b"name").key)  # the chunk whose name is the digest of that key
     assert pool.value(forged) is None and pool.value(b"name") == b"by name"
     pool.put(forged, b"by digest")
     assert pool.value(forged) == b"by digest" and pool.value(b"name") is None

@@ -11,7 +11,6 @@ from pool_support import (
     chunk,
     configuration,
     entry_of,
-    key_of,
     simulated_devices,
     simulated_pool,
 )
@@ -20,6 +19,7 @@ from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
+from shadowserve.keys import storage_key
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
 from shadowserve.pool.disk import WriteBudget
 from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
@@ -70,7 +70,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
     pool = Driver(simulated_pool(simulated_devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
     placed: Counter[int] = Counter()
     for number in range(300):
-        key = key_of(chunk(number))
+        key = storage_key(chunk(number))
         pool.put(key, b"x" * 30_000, parent=chunk(number - 1) if number else b"")
         placed[home_of(pool, key)] += 1
     assert abs(placed[0] - 180) <= 1.8 and abs(placed[1] - 90) <= 0.9 and abs(placed[2] - 30) <= 0.3
@@ -86,8 +86,8 @@ def test_objects_of_memorys_share_are_on_a_device_too_unless_memory_is_their_hom
     given = {"bandwidths": [100, 100], "memory_bandwidth": 200, "memory_homes": alone, "clock_ms": Clock()}
     pool = Driver(simulated_pool(simulated_devices(2), **given))
     for number in range(64):
-        pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
-    assert Counter(home_of(pool, key_of(chunk(number))) for number in range(64)) == homes
+        pool.put(storage_key(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
+    assert Counter(home_of(pool, storage_key(chunk(number))) for number in range(64)) == homes
     assert pool.statistics().memory_share == 0.5 and (alone or pool.statistics().promotions == 32)
 
 

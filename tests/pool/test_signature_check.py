@@ -279,18 +279,13 @@ def test_an_unreadable_object_is_a_finding() -> None:
     assert findings and all(each.startswith("it cannot be read: ") for each in findings)
 
 
-def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:
-    """Symptom: with both superblocks zeroed, the server formatted the device."""
+@pytest.mark.parametrize(("offsets", "size"), [(SUPERBLOCK_OFFSETS, BLOCK_BYTES), ([0], 2 * MIB)])
+def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path, offsets: list[int], size: int) -> None:
+    """Symptom: with both superblocks zeroed, the server formatted the device. Objects show what it is."""
     with volume.open("r+b") as file:
-        for offset in SUPERBLOCK_OFFSETS:
+        for offset in offsets:
             file.seek(offset)
-            file.write(bytes(BLOCK_BYTES))
-    refused(volume, "a volume of ShadowServe")
-
-
-def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(volume: Path) -> None:
-    with volume.open("r+b") as file:
-        file.write(bytes(2 * MIB))
+            file.write(bytes(size))
     refused(volume, "a volume of ShadowServe")
 
 

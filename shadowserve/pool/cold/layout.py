@@ -84,7 +84,6 @@ class Contents(NamedTuple):
 
     @property
     def tenant(self) -> str:
-        """Name of the tenant."""
         return self.parts.tenant
 
     @property
@@ -94,7 +93,6 @@ class Contents(NamedTuple):
 
     @property
     def records(self) -> int:
-        """Number of its records."""
         return int(COLD_OBJECT.unpack(self.described)[2])
 
     @property

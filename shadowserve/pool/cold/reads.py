@@ -161,7 +161,6 @@ class _Read:
         return self.size == self.place.length
 
     def advance(self) -> None:
-        """Go to the next part."""
         self.start = self.end
         self.end = min(self.start + self.step, self.place.offset + self.begin + self.size)
 

@@ -21,7 +21,7 @@ from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.cold.writes import ColdWriter
-from shadowserve.pool.entries import is_chunk_key, parse_key
+from shadowserve.pool.entries import chunk_of
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
 from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
@@ -136,11 +136,9 @@ class ColdTier(Part):
 
     def _record_of(self, address: Address) -> tuple[str, bytes] | None:
         """Return a tenant's name and the index's key of a record; None for keys that no record has."""
-        if not is_chunk_key(address[1]):
-            return None
-        tenant, key, text = parse_key(address)
-        name = None if text is not None else self._name_of(tenant)
-        return None if name is None else (name, key)
+        key = chunk_of(address[1])
+        name = None if key is None else self._name_of(address[0])
+        return None if key is None or name is None else (name, key)
 
     def _name_of(self, tenant: int) -> str | None:
         name = self._tenants.get(tenant)

@@ -70,22 +70,14 @@ def test_losing_one_copy_and_later_the_other_loses_no_object(torn: tuple[tuple[i
     for copy in COPIES:
         tear(device, copy, *torn[copy])
     first = Store(device)
+    assert device.trace[-1][0] is OperationKind.FLUSH, "before the volume is used"
     check_all(first)
     assert first.volume.report.log_blocks_repaired == len(torn[0] + torn[1])
     assert sorted(log_writes(device)) == [(copy, number) for copy in COPIES for number in torn[copy]]
     assert not verify_volume(device).findings
+    device = device.crash()
     for copy in COPIES:
         check_all(Store(without(device.copy(), copy)))
-
-
-@pytest.mark.parametrize("copy", COPIES)
-def test_repaired_blocks_are_flushed_before_the_volume_is_used(copy: int) -> None:
-    device = written()
-    tear(device, copy, 4, 12)
-    store = Store(device)
-    assert device.trace[-1][0] is OperationKind.FLUSH
-    check_all(store)
-    check_all(Store(without(device.crash(), 1 - copy)))
 
 
 def test_sound_blocks_and_blocks_behind_the_end_are_not_written() -> None:
