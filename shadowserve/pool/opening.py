@@ -18,7 +18,7 @@ from shadowserve.native import BlockDevice as NativeDevice
 from shadowserve.pool.arena import Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
-from shadowserve.pool.core import Admission, Core, Waker
+from shadowserve.pool.core import Core, Waker
 from shadowserve.pool.disk import Disk, WriteBudget
 from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
@@ -244,7 +244,7 @@ def open_parts(
         for _, device in found:
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
-    core = core_class(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms, ticks)
+    core = core_class(index, clears, arenas, disks, config.admission, waker, clock_ms, ticks)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _count_entries(core)
     space = Space(

@@ -225,7 +225,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, p
         waiting_reads=reader.waiting,
         writing_bytes=writer.bytes_under_way,
         lost=dict(counters.lost),
-        held_back=core.admission.held_back,
+        held_back=core.held_back,
         orchestration_ns=counters.lookup_ns + counters.placement_ns + counters.grouping_ns,
         lookup_ns=counters.lookup_ns,
         placement_ns=counters.placement_ns,

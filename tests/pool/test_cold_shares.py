@@ -1,11 +1,10 @@
 """Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
-import threading
 import tracemalloc
 
 import pytest
 from cold_support import MIB, Chain, Node, Opens
-from faulty_s3 import Answer, Asked, FaultyS3
+from faulty_s3 import FaultyS3
 from machine import wait_for
 from store_driver import taken
 
@@ -209,24 +208,15 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=60.0)
     node.await_known(252)
     modest, greedy = tenant(node, "modest"), tenant(node, "greedy")
-    first, gate = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def slow(asked: Asked) -> Answer | None:
-        if asked.operation != "get":
-            return None
-        order.append(asked.name.split("/")[2])
-        first.set()
-        return Answer(after=gate)
-
-    bucket.fault = slow
+    gate, before = bucket.hold("get"), bucket.count("get")
     flooding = [node.open(key, tenant=greedy) for chain in floods for key in chain.keys]
-    assert first.wait(60)
+    wait_for(lambda: bucket.count("get") > before)
     mine = [node.open(key, tenant=modest) for key in MINE.keys]
     gate.set()
     assert taken(mine) == MINE.values
     taken(flooding)
-    assert "tmodest" in order[:3], "only running reads and one turn may come before"
+    order = [asked.name.split("/")[2] for asked in bucket.asked if asked.operation == "get"]
+    assert "tmodest" in order[before : before + 3], "only running reads and one turn may come before"
 
 
 def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:

@@ -207,15 +207,14 @@ def test_a_memory_only_value_keeps_the_older_one_from_returning_after_a_crash() 
 
 
 def test_the_scrubber_finds_damage() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock, scrub_bytes_per_s=64 * MIB)
+    pool, devices = start_pool(scrub_bytes_per_s=64 * MIB)
     for number in range(30):
         pool.put(b"%d" % number, b"%d" % number * 30_000)
     devices[0].rot(place_of(pool, b"7")[1] + 12_345)
     scrubber = pool.store._scrubber
 
     def turn() -> bool:
-        clock.now_ms += 200
+        pool.clock.now_ms += 200
         return bool(scrubber.rounds >= 2 and scrubber.found)
 
     pool.pump(turn)
@@ -351,9 +350,7 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
 
 def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Symptom: a step visited all free slots, possibly millions, with the lock held."""
-    clock = Clock()
-    device = SimulatedDevice(64 * MIB)
-    pool = Driver(simulated_pool([device], options=[{"objects_max": 50_000}], clock_ms=clock, scrub_bytes_per_s=MIB))
+    pool, _ = start_pool(size=64 * MIB, options=[{"objects_max": 50_000}], scrub_bytes_per_s=MIB)
     core = pool.store._core
     slots = [
         core.index.insert(0, number.to_bytes(32, "big"), device=MEMORY_ONLY, extent=0, length=1, now_s=1)
@@ -367,7 +364,7 @@ def test_a_scrub_of_an_emptied_pool_scans_a_bounded_part_at_a_time(monkeypatch: 
     monkeypatch.setattr(Index, "scan", lambda index, *asked: (looked.append(asked[3]), scan(index, *asked))[1])
 
     def is_scrubbed() -> bool:
-        clock.now_ms += 100
+        pool.clock.now_ms += 100
         return pool.statistics().scrubbed_bytes > 0
 
     pool.pump(is_scrubbed)

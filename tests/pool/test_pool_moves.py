@@ -199,14 +199,14 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     poll(pool)
     disk = home_of(pool)
     device_of(disk).automatic = False
-    admission = pool.store._core.admission
+    core = pool.store._core
     changes = []
     if between == "a removal":
         pool.call(pool.store.remove, (0, KEY))
     elif between == "a value on its way":
-        admission.policy = "all"
+        core.admission = "all"
         changes.append(pool.put_soon(KEY, b"newer"))
-    admission.admits = lambda tenant, key: False
+    core.admits = lambda tenant, key: False
     changes += [pool.put_soon(KEY, value) for value in (b"new", b"newest")]
     for _ in range(8):
         pool.store.poll()

@@ -5,15 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pool_support import (
-    DEVICE_BYTES,
-    MIB,
-    chunk,
-    configuration,
-    entry_of,
-    simulated_devices,
-    simulated_pool,
-)
+from pool_support import DEVICE_BYTES, MIB, chunk, configuration, entry_of, reopened, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
@@ -67,7 +59,7 @@ def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() 
 
 
 def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
-    pool = Driver(simulated_pool(simulated_devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
+    pool, _ = start_pool(3, bandwidths=[600, 300, 100])
     placed: Counter[int] = Counter()
     for number in range(300):
         key = storage_key(chunk(number))
@@ -83,8 +75,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
 def test_objects_of_memorys_share_are_on_a_device_too_unless_memory_is_their_home(
     alone: bool, homes: dict[int, int]
 ) -> None:
-    given = {"bandwidths": [100, 100], "memory_bandwidth": 200, "memory_homes": alone, "clock_ms": Clock()}
-    pool = Driver(simulated_pool(simulated_devices(2), **given))
+    pool, _ = start_pool(2, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=alone)
     for number in range(64):
         pool.put(storage_key(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
     assert Counter(home_of(pool, storage_key(chunk(number))) for number in range(64)) == homes
@@ -103,17 +94,14 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
 
 
 def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
-    clock = Clock()
-    options = [{"write_bytes_per_day": 1 * MIB}, {}]
-    given = simulated_devices(2)
-    pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
+    clock, options = Clock(), [{"write_bytes_per_day": 1 * MIB}, {}]
+    pool, given = start_pool(2, options=options, clock_ms=clock)
     pool.put_each(range(60), b"x" * 60_000)
     first, second = pool.statistics().devices
     assert first.objects < 16 < second.objects and first.wear_refused and first.written_today_bytes <= 2 * MIB
     pool.stop()
     # The count of the day survives a restart.
-    again = [device.restart() for device in given]
-    pool = Driver(simulated_pool(again, options=options, clock_ms=clock))
+    pool = reopened(*(device.restart() for device in given), options=options, clock_ms=clock)
     assert pool.statistics().devices[0].written_today_bytes >= MIB / 2
     pool.put(b"more", b"x" * 60_000)
     assert home_of(pool, b"more") == 1
@@ -123,9 +111,7 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
-    given = simulated_devices(2)
-    clock = Clock()
-    pool = Driver(simulated_pool(given, clock_ms=clock))
+    pool, given = start_pool(2)
     pool.put(b"before", b"x" * 10_000)
     data = pool.store._core.disks[0].volume.superblock.layout.data_first
     given[0].fail(OperationKind.WRITE, first_block=data, times=1)
@@ -138,7 +124,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
         assert home_of(pool, b"later%d" % number) == 1
     states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
-    clock.now_ms += 2_000
+    pool.clock.now_ms += 2_000
     pool.put_each(range(10), b"x" * 10_000, name=b"trusted")
     assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
 

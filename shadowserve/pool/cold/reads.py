@@ -219,11 +219,7 @@ _Part = tuple[_Read, int, int]
 class ColdReader(ThreadedPart):
     """Reads records, checks them, and puts them into the pool, which sends them and finds them again.
 
-    Attributes:
-        requests: Ranges that were read.
-        bytes: Bytes of these.
-        records: Sound records.
-        crowded_out: Reads that were a miss because other reads of their tenant came first.
+    :class:`ColdStatistics` describes the counters.
     """
 
     def __init__(self, shared: Shared) -> None:

@@ -60,14 +60,7 @@ class ColdWriter(ThreadedPart):
     With ``write: at_once`` no client waits: if the bucket is slower, records that are evicted meanwhile, and those
     beyond the backlog, are not written. With ``write: evicted`` nothing is written before the pool needs room, or half
     of the backlog is waiting. Then a record stays in the pool until it is written; unless the bucket is away, or
-    nothing was written for ``timeout_s``.
-
-    Attributes:
-        objects: Written objects.
-        bytes: Bytes of these.
-        present: Objects that another node had written.
-        missed: Records that were evicted before they were written.
-        held_back: Evictions that had to wait for a write.
+    nothing was written for ``timeout_s``. :class:`ColdStatistics` describes the counters.
     """
 
     def __init__(self, shared: Shared, indexer: Indexer) -> None:
