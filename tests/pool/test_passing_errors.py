@@ -258,7 +258,7 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     for number in range(30):
         quarantined(pool, devices, b"%d" % number, 200_000)
     pass_time(pool, 59)
-    counted = devices[0].statistics().bytes
+    counted = devices[0].bytes
     before = counted[OperationKind.WRITE]
     pass_time(pool, 10)
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)

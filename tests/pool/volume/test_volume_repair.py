@@ -167,7 +167,7 @@ def test_a_read_only_device_gets_a_bounded_number_of_repairs() -> None:
     device.poke(first * BLOCK_BYTES, b"\xff" * BLOCK_BYTES * layout_of(device).log_blocks)
     device.fail(OperationKind.WRITE, times=None, error=errno.EROFS)
     store = Store(device)
-    assert device.statistics().errors[OperationKind.WRITE] == 9, "one write of all blocks, and eight single writes"
+    assert device.errors[OperationKind.WRITE] == 9, "one write of all blocks, and eight single writes"
     assert store.volume.report.log_blocks_unrepaired == 12 and not store.volume.report.log_blocks_repaired
     check_all(store)
 
