@@ -1,5 +1,6 @@
 """Opening a pool: open the devices, recover their objects and tenants, map memory, measure bandwidths."""
 
+import contextlib
 import errno
 import hashlib
 import logging
@@ -19,7 +20,7 @@ from shadowserve.pool.arena import Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
 from shadowserve.pool.core import Core, Waker
-from shadowserve.pool.disk import Disk, WriteBudget
+from shadowserve.pool.disk import Disk
 from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
 from shadowserve.pool.space import Space
@@ -152,30 +153,26 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
-    for entry in config.devices:
-        try:
-            device = _open_device(entry, strict=config.strict_order)
-        except ConfigurationError:
-            for _, opened in found:
-                opened.close()
-            raise
-        except (DeviceError, NativeError) as error:
-            _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
-            if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
-                for _, opened in found:
-                    opened.close()
-                raise ConfigurationError(
-                    f"{error}. The device is there: the server does not start without it, which would drop all its "
-                    "objects. Free the device, or take it out of 'devices'"
-                ) from error
-            absent.append((str(entry.path), str(error)))
-        else:
-            _log.info(
-                "device_opened device=%s access=%r bytes=%d", device.name, device.access_name, device.capacity_bytes
-            )
+    with contextlib.ExitStack() as opened:
+        for entry in config.devices:
+            try:
+                device = _open_device(entry, strict=config.strict_order)
+            except (DeviceError, NativeError) as error:
+                _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
+                if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+                    raise ConfigurationError(
+                        f"{error}. The device is there: the server does not start without it, which would drop all its "
+                        "objects. Free the device, or take it out of 'devices'"
+                    ) from error
+                absent.append((str(entry.path), str(error)))
+                continue
+            opened.callback(device.close)
+            access, size = device.access_name, device.capacity_bytes
+            _log.info("device_opened device=%s access=%r bytes=%d", device.name, access, size)
             found.append((entry, device))
-    if config.devices and not found:
-        raise ConfigurationError("; ".join(reason for _, reason in absent))
+        if config.devices and not found:
+            raise ConfigurationError("; ".join(reason for _, reason in absent))
+        opened.pop_all()  # they stay open
     return found, absent
 
 
@@ -236,7 +233,7 @@ def open_parts(
             for disk in disks:
                 disk.volume.close()
             index.close()
-        memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
+        memory = BandwidthMeter(config.memory_bandwidth)
         if measure and disks:
             _measure_all(memory, disks, arenas)
     except (FormatError, NativeError, DeviceError, OSError) as error:
@@ -320,17 +317,7 @@ def _recover(
         volume = volumes[number]
         volume.ready()
         _log_recovery(volume)
-        disks.append(
-            Disk(
-                volume,
-                BandwidthMeter(None if entry.bandwidth is None else float(entry.bandwidth)),
-                WriteBudget(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
-                None if entry.bytes_max is None else int(entry.bytes_max),
-                entry.objects_max,
-                wake=wake,
-                on_gone=on_gone,
-            )
-        )
+        disks.append(Disk(volume, entry, wake=wake, on_gone=on_gone))
     return disks
 
 

@@ -29,8 +29,8 @@ from shadowserve.pool.volume.format import (
     unpack_block,
     unpack_name,
 )
-from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
-from shadowserve.pool.volume.log_tail import Key, LogTail
+from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX, LogEnd
+from shadowserve.pool.volume.log_tail import LogTail
 
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
 """Blocks behind the log's end that are searched for proof that it is no end: damage hits a page or an erase block."""
@@ -70,17 +70,6 @@ class RecoveryReport:
     @property
     def dropped(self) -> int:
         return self.unproven + self.unnamed + self.overlapping
-
-
-@dataclass(slots=True, kw_only=True)
-class LogEnd:
-    """The end of the log, where writing continues."""
-
-    first: int  # oldest block that is still needed
-    sequence: int  # number of the next block
-    epoch: int  # epoch of the last block
-    durable: int  # last block that is known to be durable
-    torn: tuple[Key, ...] = ()  # keys of puts that were not believed; the log's next records must say so
 
 
 class NameReader:

@@ -114,15 +114,7 @@ class Volume:
         volume.report = recovery.report
         volume.report.superblocks_damaged = len(damaged)
         volume._torn = end.torn
-        volume._log = Log(
-            superblock,
-            volume.submit,
-            epoch=int.from_bytes(entropy(8), "little") | 1,
-            previous_epoch=end.epoch,
-            first=end.first,
-            sequence=end.sequence,
-            durable=end.durable,
-        )
+        volume._log = Log(superblock, volume.submit, end, epoch=int.from_bytes(entropy(8), "little") | 1)
         volume._note_repair(repair_log(reader, superblock, recovery.epochs))
         volume.snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
         # From here on the volume relies on what was read, which may have been in a cache only: write the superblocks
