@@ -63,8 +63,8 @@ class Tenants:
     def by_name(self) -> Mapping[str, int]:
         return self._ids
 
-    def name_of(self, tenant: int) -> str:
-        return self._names[tenant]
+    def name_of(self, tenant: int) -> str | None:
+        return self._names.get(tenant)
 
     def ids(self) -> set[int]:
         return set(self._ids.values())

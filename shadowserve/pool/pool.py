@@ -591,13 +591,18 @@ class Pool(ABC):
         """Return the id of a tenant, assigned on first use and kept as long as the pool keeps values; "" has id 0."""
         return self._opened.tenants.id_of(name)
 
+    def tenant_name(self, tenant: int) -> str | None:
+        """Return the name of a tenant's id; None for an id that is not assigned."""
+        return self._opened.tenants.name_of(tenant)
+
     def tenants(self) -> Mapping[str, int]:
         return self._opened.tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """Limit a tenant's bytes and keys, here and in the lower tier; None for no limit. Excess is evicted soon."""
-        if self._lower_tier is not None:
-            self._lower_tier.set_quota(self._opened.tenants.name_of(tenant), bytes_max, keys_max)
+        name = self.tenant_name(tenant)
+        if self._lower_tier is not None and name is not None:
+            self._lower_tier.set_quota(name, bytes_max, keys_max)
         if bytes_max is None and keys_max is None:
             self._space.quotas.pop(tenant, None)
         else:

@@ -24,7 +24,7 @@ from shadowserve.pool.cold.writes import ColdWriter
 from shadowserve.pool.entries import chunk_of
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
-from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
+from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import Ticket, joined
 
 _STEP_S: Final = 0.05
@@ -58,7 +58,6 @@ class ColdTier(Part):
         self._new: list[tuple[int | None, Ticket]] = []  # removals since the last barrier, with their tenants
         self._in_barrier: list[tuple[int | None, Ticket]] = []
         self._removing: set[int | None] = set()  # tenants that have removed something since the last barrier
-        self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._is_news_left = False
         self._ended = threading.Event()
         self._stepper = threading.Thread(target=self._run_steps, name="s3-step", daemon=True)
@@ -76,7 +75,7 @@ class ColdTier(Part):
         """Begin to serve ``pool``; wait at most ``timeout_s`` for the first list, to spare first clients misses."""
         self._pool, self._lock = pool, lock
         self._reader.start(pool, lock)
-        self._writer.start(pool, lock, self._name_of)
+        self._writer.start(pool, lock)
         self._deletions.start()
         self._stepper.start()
         self._lister.thread.start()
@@ -137,16 +136,8 @@ class ColdTier(Part):
     def _record_of(self, address: Address) -> tuple[str, bytes] | None:
         """Return a tenant's name and the index's key of a record; None for keys that no record has."""
         key = chunk_of(address[1])
-        name = None if key is None else self._name_of(address[0])
+        name = None if key is None else self._pool.tenant_name(address[0])
         return None if key is None or name is None else (name, key)
-
-    def _name_of(self, tenant: int) -> str | None:
-        name = self._tenants.get(tenant)
-        if name is None:
-            self._tenants = {number: each for each, number in self._pool.tenants().items()}
-            self._tenants[DEFAULT_TENANT] = ""
-            name = self._tenants.get(tenant)
-        return name
 
     # ---- Changing
 
@@ -226,7 +217,7 @@ class ColdTier(Part):
     def cleared(self, tenant: int | None) -> None:
         """Make all records of a tenant, or of all tenants, absent, and delete all their objects from the bucket."""
         self._removing.add(tenant)
-        name = None if tenant is None else self._name_of(tenant)
+        name = None if tenant is None else self._pool.tenant_name(tenant)
         if tenant is not None and name is None:
             return
         self._catalog.mark_all(name)

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future, wait
 from math import inf
 from typing import Final
 
@@ -74,11 +74,10 @@ class ColdWriter(ThreadedPart):
         self._held_back_last_s = -inf
         self._pool: Pool
         self._lock: threading.Lock
-        self._name_of: Callable[[int], str | None]
 
-    def start(self, pool: Pool, lock: threading.Lock, name_of: Callable[[int], str | None]) -> None:
-        """``lock`` is the pool's; ``name_of`` returns a tenant's name with the lock held."""
-        self._pool, self._lock, self._name_of = pool, lock, name_of
+    def start(self, pool: Pool, lock: threading.Lock) -> None:
+        """``lock`` is the pool's."""
+        self._pool, self._lock = pool, lock
         if self._config.write != "never":
             self._start_threads("write", self._config.writes_at_once, self._run)
 
@@ -212,7 +211,7 @@ class ColdWriter(ThreadedPart):
     def _pack(self, batch: Batch) -> tuple[Contents, bytearray] | None:
         """Return an object of those records that the pool has and the bucket has not; None if there are none."""
         with self._lock:
-            tenant = None if self._closed else self._name_of(batch.tenant)
+            tenant = None if self._closed else self._pool.tenant_name(batch.tenant)
         if tenant is None:
             return None
         body, records, seen = bytearray(), [], set()
@@ -230,13 +229,7 @@ class ColdWriter(ThreadedPart):
 
     def _append(self, body: bytearray, address: Address) -> int:
         """Append a record's bytes; return the length of its header, 0 if the pool does not have it any more."""
-        ended = threading.Event()
-        leases: list[Lease | None] = []
-
-        def done(lease: Lease | None) -> None:
-            leases.append(lease)
-            ended.set()
-
+        leased: Future[Lease | None] = Future()
         with self._lock:
             item = None if self._closed else self._pool.peek(address)
             if item is None or item.is_cold or not item.header_bytes or item.expires_at_ms is not None:
@@ -244,17 +237,17 @@ class ColdWriter(ThreadedPart):
             header_bytes, length = item.header_bytes, item.length
             if item.value is not None:
                 self._pool.hold(item)
-                leases.append(Lease(memoryview(item.value), self._pool.release, item))
-                ended.set()
+                leased.set_result(Lease(memoryview(item.value), self._pool.release, item))
             else:
-                self._pool.read(item, 0, length, done)
-        while not ended.wait(_PAUSE_S):  # the pool's devices have their own deadline
+                self._pool.read(item, 0, length, leased.set_result)
+        while not wait([leased], _PAUSE_S).done:  # the pool's devices have their own deadline
             if self._closed:
                 return 0
-        if leases[0] is None:
+        lease = leased.result()
+        if lease is None:
             return 0
-        body += leases[0].view
+        body += lease.view
         with self._lock:
             if not self._closed:
-                leases[0].release()
+                lease.release()
         return header_bytes
