@@ -73,7 +73,8 @@ class DiskLog:
         if self.session != self._session_wanted:
             self._log_session()
         if self._removals and not self._awaited_removals and not self._waiting:
-            self._await_removals()
+            self._awaited_removals, self._removals = self._removals, set()
+            when_settled(self._volume.barrier(), self._on_removals_durable)
 
     # ---- Records
 
@@ -130,10 +131,6 @@ class DiskLog:
             return True
         keys = ((tenant, key), (tenant, _ALL_KEYS), (_ALL_TENANTS, _ALL_KEYS))
         return not any(each in self._removals or each in self._awaited_removals for each in keys)
-
-    def _await_removals(self) -> None:
-        self._awaited_removals, self._removals = self._removals, set()
-        when_settled(self._volume.barrier(), self._on_removals_durable)
 
     def _on_removals_durable(self, error: Exception | None) -> None:
         if error is None:  # otherwise the device is given up

@@ -10,7 +10,6 @@ A copy that is being read or sent is skipped: dropping it would free nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final
 
 from shadowserve.pool.arena import Arenas, Buffer
@@ -133,11 +132,6 @@ class MemoryCache:
         self._ghosts[slot] = None
         if len(self._ghosts) > _GHOSTS_MAX:
             self._ghosts.popitem(last=False)
-
-    def slots(self) -> Iterator[int]:
-        yield from self._kept
-        yield from self._main
-        yield from self._probation
 
 
 def _unused(queue: OrderedDict[int, Buffer]) -> int | None:

@@ -372,7 +372,7 @@ def _find_stale(disks: list[Disk]) -> list[int]:
 
 def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
     dropped = 0
-    for tenant in volume.recovered_tenants:
+    for tenant in (0, *volume.tenants):
         count = index.clear(tenant, volume.number)
         lost[tenant] = lost.get(tenant, 0) + count
         dropped += count

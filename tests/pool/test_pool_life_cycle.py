@@ -152,11 +152,11 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
     assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
-    core = pool.store._core
+    core, cache = pool.store._core, pool.store._core.memory_cache
     disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
-    assert core.arenas.used_bytes == core.memory_cache.copy_bytes + core.memory_cache.kept_bytes
-    assert all(core.entry(slot) is not None for slot in core.memory_cache.slots())
+    assert core.arenas.used_bytes == cache.copy_bytes + cache.kept_bytes
+    assert all(core.entry(slot) is not None for slot in (*cache._kept, *cache._main, *cache._probation))
     assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
 
 

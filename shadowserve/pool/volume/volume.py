@@ -150,12 +150,6 @@ class Volume:
                 f"writes of the other copy ({repaired.error}). A snapshot that begins now replaces them"
             )
 
-    @property
-    def recovered_tenants(self) -> list[int]:
-        """Tenants that may have objects in the volume, before ready()."""
-        assert self._recovery is not None
-        return [0, *self._recovery.names.tenants]
-
     def ready(self) -> None:
         """End the recovery, after ``index.replayed()`` for all volumes of the index; the volume then takes writes."""
         begin = time.perf_counter()
