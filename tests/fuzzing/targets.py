@@ -14,7 +14,7 @@ from typing import Any, Final
 import golden_volume
 from google.protobuf.message import DecodeError
 from test_resp import FRAGMENTS, outcome
-from test_volume_format import kept, parse
+from test_volume_format import CORPUS, parse
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.jobs import CallError
@@ -92,7 +92,7 @@ def _volume(data: bytes) -> None:
 
 def _volume_blocks() -> list[bytes]:
     golden = [block for _, block in golden_volume.load().blocks()]
-    return kept() + golden[:64]
+    return [path.read_bytes() for path in CORPUS] + golden[:64]
 
 
 _COLD_TENANTS: Final = ("", "team-a", "we/..%2F=x")

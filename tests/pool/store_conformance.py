@@ -213,14 +213,14 @@ class StoreConformance(ABC):
 
     def test_tenants_are_listed_by_name(self) -> None:
         store = self.drive(1 << 20, Clock())
-        ids = {name: store.call(store.store.tenant, name) for name in ("b", "a")}
+        ids = {name: store.tenant(name) for name in ("b", "a")}
         assert dict(store.call(store.store.tenants)) == {"": 0, **ids}
 
     def test_tenants_have_separate_keys(self) -> None:
         store = self.drive(1 << 20, Clock())
-        one, two = store.call(store.store.tenant, "one"), store.call(store.store.tenant, "two")
-        assert len({0, one, two}) == 3 and store.call(store.store.tenant, "one") == one
-        assert store.call(store.store.tenant, "") == 0
+        one, two = store.tenant("one"), store.tenant("two")
+        assert len({0, one, two}) == 3 and store.tenant("one") == one
+        assert store.tenant("") == 0
         for tenant, value in ((0, b"none"), (one, b"first"), (two, b"second")):
             store.put(b"a", value, tenant)
         store.put(b"b", b"x", one, header_bytes=1)
@@ -235,7 +235,7 @@ class StoreConformance(ABC):
 
     def test_a_tenant_beyond_its_quota_evicts_its_own_entries_only(self) -> None:
         store = self.drive(100 * self.cost(b"a", 1000), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.put(b"a", b"x" * 1000)
         store.call(store.store.set_quota, one, 3 * self.cost(b"a", 1000), None)
         for key in (b"a", b"b", b"c", b"d"):
@@ -255,7 +255,7 @@ class StoreConformance(ABC):
 
     def test_beyond_the_budget_the_largest_tenant_evicts_first(self) -> None:
         store = self.drive(6 * self.cost(b"a", 1000), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.put(b"old", b"x" * 900)
         for key in (b"a", b"b", b"c", b"d", b"e"):
             store.put(key, b"x" * 1000, one)
@@ -327,7 +327,7 @@ class StoreConformance(ABC):
         clock, unit = Clock(), self.PIN_UNIT_MS
         store = self.drive(16 * self.cost(b"00", 1000), clock)
         store.call(store.store.set_pin_shares, 0.25, 0.5)
-        tenants = [store.call(store.store.tenant, name) for name in ("one", "two", "three")]
+        tenants = [store.tenant(name) for name in ("one", "two", "three")]
         until_ms = clock.now_ms + 100 * unit
 
         def pin_all(tenant: int) -> int:
@@ -359,7 +359,7 @@ class StoreConformance(ABC):
     def test_pins_count_against_the_share_of_a_quota(self) -> None:
         clock = Clock()
         store = self.drive(100 * self.cost(b"0", 1000), clock)
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.call(store.store.set_pin_shares, 0.5, 1.0)
         store.call(store.store.set_quota, one, 4 * self.cost(b"0", 1000), None)
         store.put_each(range(4), b"x" * 1000, one)
@@ -382,7 +382,7 @@ class StoreConformance(ABC):
         for number, key in enumerate(keys):
             store.put(key, b"x" * 1000, parent=names[number - 1] if number else b"")
         assert store.pin(keys[7], clock.now_ms + 10**6)
-        other = store.call(store.store.tenant, "other")
+        other = store.tenant("other")
         store.put_each(range(20), b"x" * 1000, other)
         assert store.peek(keys[7]) is not None and len(store.keys(other)) >= 3
 
@@ -391,8 +391,8 @@ class StoreConformance(ABC):
     def test_no_hold_of_the_lock_grows_with_the_number_of_entries(self) -> None:
         clock, meter, many = Clock(), WorkMeter(), self.MANY
         store = self.drive(10 * many * self.cost(b"10000", 100), clock, meter)
-        one = store.call(store.store.tenant, "one")
-        tenants = [store.call(store.store.tenant, f"t{number}") for number in range(1_000)]
+        one = store.tenant("one")
+        tenants = [store.tenant(f"t{number}") for number in range(1_000)]
         longest: dict[str, int] = {}
 
         def measure(what: str, function: Callable[..., Any], *arguments: Any) -> None:
@@ -433,7 +433,7 @@ class StoreConformance(ABC):
 
     def test_cleared_entries_are_absent_at_once_and_later_ones_stay(self) -> None:
         store = self.drive(10 * self.MANY * self.cost(b"10000", 100), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         self.fill(store, self.MANY, one)
         store.put(b"a", b"another's")
         with store.lock:
@@ -460,7 +460,7 @@ class StoreConformance(ABC):
 
     def test_a_cursor_reveals_nothing_about_other_tenants(self) -> None:
         store = self.drive(1 << 24, Clock())
-        one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
+        one, two = (store.tenant(name) for name in ("one", "two"))
 
         def cursors() -> list[int]:
             for number in range(50):

@@ -188,6 +188,9 @@ class Driver:
         self.settle(self.call(self.store.barrier))
         return result
 
+    def tenant(self, name: str) -> int:
+        return self.call(self.store.tenant, name)
+
     def scan(self, cursor: int, count: int, tenant: int = 0) -> tuple[int, list[bytes]]:
         return self.call(self.store.scan, tenant, cursor, count)
 

@@ -55,7 +55,7 @@ def store_for_tenants(node: Node, count: int, partition: int, label: str = "of")
     before = node.cold().written_objects
     for number in range(count):
         chain = Chain(f"{label} {number}", 1, partition=partition)
-        node.store_chain(chain, node.call(node.store.tenant, f"tenant-{number}"))
+        node.store_chain(chain, node.tenant(f"tenant-{number}"))
     node.await_written(before + count)
 
 

@@ -3,7 +3,7 @@
 import tracemalloc
 
 import pytest
-from cold_support import MIB, Chain, Node, Opens
+from cold_support import MIB, Chain, Opens
 from faulty_s3 import FaultyS3
 from machine import wait_for
 from store_driver import taken
@@ -17,10 +17,6 @@ from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
-
-
-def tenant(node: Node, name: str) -> int:
-    return node.call(node.store.tenant, name)
 
 
 def object_of(tenant: str, label: str, records: int = 1) -> Contents:
@@ -89,10 +85,10 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": quotas}
     node = open_node(**settings)
     second = open_node(**settings)
-    node.store_chain(MINE, tenant(node, "modest"))
+    node.store_chain(MINE, node.tenant("modest"))
     node.await_known(12)
     modest = set(bucket.objects)
-    greedy = tenant(node, "greedy")
+    greedy = node.tenant("greedy")
     node.write_chains((Chain(f"greedy {number}", 8, MIB) for number in range(12)), greedy)
     wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
     node.await_listed()
@@ -101,8 +97,8 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     assert any("/tgreedy/" in name for name in bucket.objects), "a tenant must get the space that others do not need"
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
-    assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
-    oldest, newest = (other.peek(Chain(f"greedy {n}", 1, MIB).keys[0], tenant(other, "greedy")) for n in (0, 11))
+    assert other.read_chain(MINE, other.tenant("modest")) == MINE.values
+    oldest, newest = (other.peek(Chain(f"greedy {n}", 1, MIB).keys[0], other.tenant("greedy")) for n in (0, 11))
     assert oldest is None and newest is not None
     assert node.cold().swept_objects + second.cold().swept_objects >= 5
 
@@ -112,13 +108,13 @@ def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: Faul
     mine, *others = (Chain(label, 8, MIB // 8) for label in ("mine", *(f"greedy {number}" for number in range(10))))
     # The last record of a chain fills its object; no time ends one before.
     node = open_node(gather_s=600.0, object_bytes=MIB)
-    node.write_chains([mine], tenant(node, "modest"))
-    node.write_chains(others, tenant(node, "greedy"))
+    node.write_chains([mine], node.tenant("modest"))
+    node.write_chains(others, node.tenant("greedy"))
     again = open_node(chunks_max=24)
     again.await_known(24)
-    assert again.read_chain(mine, tenant(again, "modest")) == mine.values
+    assert again.read_chain(mine, again.tenant("modest")) == mine.values
     newest = others[-1]
-    assert again.read_chain(newest, tenant(again, "greedy")) == newest.values
+    assert again.read_chain(newest, again.tenant("greedy")) == newest.values
     assert again.cold().left_out_objects == 8
     again.await_listed()
     asked = bucket.count("get")
@@ -203,11 +199,11 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     """Symptom: a tenant's read waited behind all reads of another, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
-    writer.write_chains(floods, tenant(writer, "greedy"))
-    writer.write_chains([MINE], tenant(writer, "modest"))
+    writer.write_chains(floods, writer.tenant("greedy"))
+    writer.write_chains([MINE], writer.tenant("modest"))
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=60.0)
     node.await_known(252)
-    modest, greedy = tenant(node, "modest"), tenant(node, "greedy")
+    modest, greedy = node.tenant("modest"), node.tenant("greedy")
     gate, before = bucket.hold("get"), bucket.count("get")
     flooding = [node.open(key, tenant=greedy) for chain in floods for key in chain.keys]
     wait_for(lambda: bucket.count("get") > before)

@@ -95,16 +95,16 @@ def test_write_evicted_waits_for_an_unwritable_bucket_until_its_deadline(
 
 def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node()
-    team, odd = node.call(node.store.tenant, "team-a"), node.call(node.store.tenant, "we/..%2F=x")
+    team, odd = node.tenant("team-a"), node.tenant("we/..%2F=x")
     node.store_chain(CHAIN, team)
     node.store_chain(Chain("theirs", 2), odd)
     node.await_written(2)
     other = open_node()
     other.await_known(14)
-    others = other.call(other.store.tenant, "team-b"), other.call(other.store.tenant, "team-a")
+    others = other.tenant("team-b"), other.tenant("team-a")
     assert other.read_chain(CHAIN, others[0]) == [None] * 12 == other.read_chain(CHAIN)
     assert other.read_chain(CHAIN, others[1]) == CHAIN.values
-    assert other.read_chain(Chain("theirs", 2), other.call(other.store.tenant, "we/..%2F=x")) is not None
+    assert other.read_chain(Chain("theirs", 2), other.tenant("we/..%2F=x")) is not None
 
 
 def test_two_nodes_write_the_same_chain_once(bucket: FaultyS3, open_node: Opens) -> None:
@@ -175,7 +175,7 @@ def test_a_refused_deletion_is_an_error_and_is_repeated_later(bucket: FaultyS3, 
 
 def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(gather_s=0.3, timeout_s=0.5)
-    modest, short = node.call(node.store.tenant, "modest"), Chain("short", 1)
+    modest, short = node.tenant("modest"), Chain("short", 1)
     node.store_chain(CHAIN)
     node.store_chain(short, modest)
     node.await_known(13)
@@ -249,13 +249,13 @@ def test_a_removed_record_does_not_return_by_a_footer_read_before(bucket: Faulty
 
 def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket: FaultyS3, open_node: Opens) -> None:
     writer = open_node()
-    mine, theirs = (writer.call(writer.store.tenant, name) for name in ("mine", "theirs"))
+    mine, theirs = (writer.tenant(name) for name in ("mine", "theirs"))
     writer.store_chain(CHAIN, mine)
     writer.store_chain(CHAIN, theirs)
     writer.await_written(2)
     bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
     other = open_node()
-    mine_there = other.call(other.store.tenant, "mine")
+    mine_there = other.tenant("mine")
     wait_for(lambda: other.cold().failed_reads)
     bucket.fault = lambda asked: None
     other.clear(mine_there)
@@ -265,7 +265,7 @@ def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket:
 def test_the_flushes_of_a_tenant_do_not_block_the_removals_of_others(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: FLUSHDB on four connections, also of a tenant without objects, made each DEL of others an error."""
     node = filled(open_node)
-    idle = node.call(node.store.tenant, "idle")
+    idle = node.tenant("idle")
     bucket.fault = endless_list(bucket)
     for _ in range(5):
         node.call(lambda: (node.store.clear(idle), node.store.barrier()))

@@ -33,7 +33,7 @@ class TestPoolOfMemory(StoreConformance):
     def test_held_values_count_against_their_own_tenants_quota_only(self) -> None:
         size = self.cost(b"a", 1000)
         store = self.drive(20 * size, Clock())
-        one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
+        one, two = (store.tenant(name) for name in ("one", "two"))
         for tenant in (one, two):
             store.call(store.store.set_quota, tenant, 4 * size, None)
         held = []

@@ -335,16 +335,16 @@ def test_objects_of_a_conflicting_tenant_id_are_dropped(first: int) -> None:
     clock, ids = Clock(), []
     for number, name in ((first, "one"), (1 - first, "other")):  # each while the other one is absent
         clock.now_ms += 1
-        pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
-        ids.append(pool.call(pool.store.tenant, name))
+        pool = reopened(devices[number], clock_ms=clock)
+        ids.append(pool.tenant(name))
         pool.put(b"secret of " + name.encode(), b"x", ids[-1])
         pool.stop()
         devices[number] = pool.store._core.disks[0].volume.device.restart()
     assert ids[0] == ids[1]
-    pool = Driver(simulated_pool(devices, clock_ms=clock))
+    pool = reopened(*devices, clock_ms=clock)
     # The later put is valid, with its tenant's value; one tenant never gets the other's object.
-    assert pool.keys(pool.call(pool.store.tenant, "other")) == {b"secret of other"}
-    assert pool.keys(pool.call(pool.store.tenant, "one")) == set()
+    assert pool.keys(pool.tenant("other")) == {b"secret of other"}
+    assert pool.keys(pool.tenant("one")) == set()
     assert pool.statistics().lost["stale"] == 1
 
 

@@ -25,7 +25,7 @@ def reads_of(driver: Driver) -> int:
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock = Clock()
     pool, devices = start_pool(2, clock_ms=clock)
-    one = pool.call(pool.store.tenant, "one")
+    one = pool.tenant("one")
     for number in range(20):
         pool.put(storage_key(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
     pool.put(b"name \xff", b"of the default tenant", header_bytes=3)
@@ -45,7 +45,7 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock.now_ms += 200
     pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
     assert pool.keys() == before - {b"short"} and pool.keys(one) == {b"name"}
-    assert pool.call(pool.store.tenant, "one") == one and pool.call(pool.store.tenant, "two") != one
+    assert pool.tenant("one") == one and pool.tenant("two") != one
     assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
     assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
     assert pool.value(b"") == b"of the empty key"
@@ -214,8 +214,8 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
 
 
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
+    clock = pool.clock
     change = pool.put_soon(b"a", b"x")
     pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from pool_support import disks_of, entry_of, reopened, simulated_pool, start_pool
+from pool_support import disks_of, entry_of, reopened, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -42,9 +42,7 @@ def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
     """Cut the power and start again without some devices."""
     after = [device_of(disk).crash(torn=False, seed=0) for disk in disks_of(pool)]
     pool.store.close()
-    return Driver(
-        simulated_pool([device for number, device in enumerate(after) if number not in missing], clock_ms=Clock())
-    )
+    return reopened(*(device for number, device in enumerate(after) if number not in missing))
 
 
 def survive_nothing(*disks: Disk) -> None:
@@ -168,7 +166,7 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     pool.stop()
     devices = [device_of(disk).restart() for disk in disks_of(pool)]
     here = [device for number, device in enumerate(devices) if number != first.number]
-    pool = Driver(simulated_pool(here, clock_ms=Clock()))
+    pool = reopened(*here)
     avoid(pool, disks_of(pool)[1])
     here[1].automatic = False
     change = pool.put_soon(KEY, b"new")
@@ -179,7 +177,7 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     survive_nothing(*disks_of(pool))
     after = [device_of(disk).crash() for disk in disks_of(pool)]
     pool.store.close()
-    pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
+    pool = reopened(devices[first.number], after[1])
     assert pool.value(KEY) is None
 
 
@@ -257,10 +255,10 @@ def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:
         for turn, number in enumerate(order):
             for _ in range(3 - 2 * turn):  # the first device has more sessions
                 clock.now_ms += 60_000
-                pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
+                pool = reopened(devices[number], clock_ms=clock)
                 pool.put(KEY, b"of %d" % turn)
                 pool.stop()
                 devices[number] = device_of(disks_of(pool)[0]).restart()
-        pool = Driver(simulated_pool(devices, clock_ms=clock))
+        pool = reopened(*devices, clock_ms=clock)
         assert pool.value(KEY) == b"of 1"
         pool.stop()

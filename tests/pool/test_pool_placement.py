@@ -12,9 +12,11 @@ from store_driver import Clock, Driver
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.keys import storage_key
+from shadowserve.pool import opening
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
 from shadowserve.pool.disk import WriteBudget
 from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
+from shadowserve.pool.volume.device import Pages
 from storage_kv.config import StorageConfig
 
 
@@ -157,6 +159,17 @@ def test_bandwidth_is_measured_on_busy_devices_and_small_changes_keep_the_shares
     fixed = BandwidthMeter(5.0)
     fixed.sample(100.0)
     assert fixed.bytes_per_s == 5.0
+
+
+def test_a_measurement_that_fails_waits_for_all_of_its_reads() -> None:
+    """Symptom: after one failed read the memory of the others was given out while they still wrote into it."""
+    device, pages = SimulatedDevice(MIB, automatic=False), Pages(4 * 4096)
+    device.fail(OperationKind.READ)
+    device.completed = lambda: [device.complete()]
+    reads = [opening._operation(OperationKind.READ, number, 4096, pages.address) for number in range(4)]
+    with pytest.raises(OSError, match="Input/output"):
+        opening._run(device, reads)
+    assert not device.waiting
 
 
 def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ _DUMPS_PER_STEP: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSource:
-    """What all snapshots of a volume are made of, and how they are written.
+    """Content of all snapshots of a volume, and how they are written.
 
     Attributes:
         held: Records of objects that only the log still has, by tenant and key.
