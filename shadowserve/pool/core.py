@@ -49,26 +49,6 @@ class Waker:
 AdmissionPolicy = Literal["all", "second_hit"]
 
 
-class Admission:
-    """Decides which objects are written to an SSD at all.
-
-    Much of what is stored is never read, and writing it wears SSDs out. With ``second_hit`` a new object stays in
-    memory alone until it is read, or stored again soon after its eviction: then its key is a ghost entry of the index.
-    The price: an object that was stored once and never read is lost at a restart, and when memory is full.
-    """
-
-    def __init__(self, policy: AdmissionPolicy, index: Index) -> None:
-        self.policy: AdmissionPolicy = policy
-        self._index = index
-        self.held_back = 0  # objects that were stored in memory alone
-
-    def admits(self, tenant: int, key: bytes) -> bool:
-        if self.policy == "all" or self._index.ghost(tenant, key):
-            return True
-        self.held_back += 1
-        return False
-
-
 @dataclass(slots=True)
 class TenantCounters:
     """Counters of a tenant's objects; ``record_bytes`` counts present records only."""
@@ -114,7 +94,7 @@ class Core:
         clears: Clears,
         arenas: Arenas,
         disks: list[Disk],
-        admission: Admission,
+        admission: AdmissionPolicy,
         waker: Waker,
         clock_ms: Callable[[], int],
         ticks: Callable[[], int],
@@ -124,7 +104,8 @@ class Core:
         self.arenas = arenas
         self.memory_cache = MemoryCache(arenas)
         self.disks = disks
-        self.admission = admission
+        self.admission: AdmissionPolicy = admission
+        self.held_back = 0  # objects that were stored in memory alone because of it
         self.clock_ms = clock_ms
         self.ticks = ticks  # clock of the counters of time, in ns
         self.counters = Counters()
@@ -180,6 +161,18 @@ class Core:
 
     def count_uses(self) -> None:
         """Report all uses so far to the index, where they are collected."""
+
+    def admits(self, tenant: int, key: bytes) -> bool:
+        """Return whether an object is written to an SSD at all.
+
+        Much of what is stored is never read, and writing it wears SSDs out. With ``second_hit`` a new object stays in
+        memory alone until it is read, or stored again soon after its eviction: then its key is a ghost entry. The
+        price: an object that was stored once and never read is lost at a restart, and when memory is full.
+        """
+        if self.admission == "all" or self.index.ghost(tenant, key):
+            return True
+        self.held_back += 1
+        return False
 
     def is_current(self, entry: Entry) -> bool:
         return self.index.holds(entry.slot, entry.key, entry.generation)

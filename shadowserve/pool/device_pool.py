@@ -53,7 +53,7 @@ class DevicePool(Pool):
             if disk is None or disk.gone is not None:
                 core.drop_lost(entry, "device_gone" if disk is not None else "no_memory")
                 return self._find_in_lower_tier(address)
-        elif use and entry.device == MEMORY_ONLY and core.admission.policy != "all":
+        elif use and entry.device == MEMORY_ONLY and core.admission != "all":
             self._give_home(entry, buffer)
         core.counters.lookup_ns += core.ticks() - began
         return PoolItem(entry, buffer)
@@ -274,7 +274,7 @@ class DevicePool(Pool):
     def _home(self, parsed: ParsedKey, length: int, parent: bytes, old: Entry | None) -> Location:
         core = self._core
         tenant, key, _ = parsed
-        if not core.admission.admits(tenant, key):
+        if not core.admits(tenant, key):
             return Location(None, 0, True)
         home = self._opened.placement.choose(length, tenant, parent, key, old)
         if home is not None:

@@ -11,6 +11,7 @@ from typing import Final
 from shadowserve.block import Operation
 from shadowserve.errors import is_passing
 from shadowserve.native import IndexEntry
+from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.disk_log import DiskLog
 from shadowserve.pool.interleaver import BandwidthMeter
 from shadowserve.pool.types import ENTRIES_PER_HOLD
@@ -118,25 +119,20 @@ class Disk:
     """A device in use."""
 
     def __init__(
-        self,
-        volume: Volume,
-        meter: BandwidthMeter,
-        write_budget: WriteBudget,
-        bytes_max: int | None,
-        objects_max: int | None,
-        *,
-        wake: Callable[[], None],
-        on_gone: Callable[[], None],
+        self, volume: Volume, config: DeviceConfig, *, wake: Callable[[], None], on_gone: Callable[[], None]
     ) -> None:
-        """Take an open volume into use. ``bytes_max`` and ``objects_max``: None for no limit besides the volume's own.
+        """Take an open volume into use.
 
         ``wake`` makes the pool call step() soon; ``on_gone`` is called once, when the device is given up.
         """
         self.volume = volume
+        self.number = volume.number
+        self.name = volume.device.name
         self.log = DiskLog(volume, wake)  # changes that the pool logs there
-        self.meter = meter
-        self.write_budget = write_budget
-        self.set_budget(bytes_max, objects_max)
+        self.meter = BandwidthMeter(config.bandwidth)
+        self.write_budget = WriteBudget(config.write_bytes_per_day)
+        self.write_budget.unpack(volume.notes.get(_WEAR_NOTE, b""), volume.written_bytes)
+        self.set_budget(config.bytes_max, config.objects_max)
         self.gone: str | None = None  # reason why the device is not used any more; None while it works
         self._wake = wake
         self._on_gone = on_gone
@@ -151,15 +147,6 @@ class Disk:
         self._uses: dict[int, int] = {}  # number of operations by extent
         self._freed_later: dict[int, int] = {}  # bytes of extents to free after their last operation
         self._freeable: deque[Extent] = deque()  # extents to free when the log has the records that free them
-        write_budget.unpack(volume.notes.get(_WEAR_NOTE, b""), volume.written_bytes)
-
-    @property
-    def number(self) -> int:
-        return self.volume.number
-
-    @property
-    def name(self) -> str:
-        return self.volume.device.name
 
     def set_budget(self, bytes_max: int | None, objects_max: int | None) -> None:
         """Limit what the device holds; None for the volume's own limit."""

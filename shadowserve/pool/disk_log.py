@@ -11,7 +11,7 @@ from typing import Final
 from shadowserve.native import RecordFlag, RecordKind
 from shadowserve.pool.types import ENTRIES_PER_HOLD
 from shadowserve.pool.volume.format import pack_record
-from shadowserve.pool.volume.tickets import BusyError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, Ticket, when_settled
 from shadowserve.pool.volume.volume import Volume
 
 _SESSION_NOTE: Final = b"session"
@@ -73,7 +73,8 @@ class DiskLog:
         if self.session != self._session_wanted:
             self._log_session()
         if self._removals and not self._awaited_removals and not self._waiting:
-            self._await_removals()
+            self._awaited_removals, self._removals = self._removals, set()
+            when_settled(self._volume.barrier(), self._on_removals_durable)
 
     # ---- Records
 
@@ -131,14 +132,6 @@ class DiskLog:
         keys = ((tenant, key), (tenant, _ALL_KEYS), (_ALL_TENANTS, _ALL_KEYS))
         return not any(each in self._removals or each in self._awaited_removals for each in keys)
 
-    def _await_removals(self) -> None:
-        self._awaited_removals, self._removals = self._removals, set()
-        ticket = self._volume.barrier()
-        if ticket is None:
-            self._awaited_removals = set()
-        else:
-            ticket.then(self._on_removals_durable)
-
     def _on_removals_durable(self, error: Exception | None) -> None:
         if error is None:  # otherwise the device is given up
             self._awaited_removals = set()
@@ -160,11 +153,7 @@ class DiskLog:
             return
         self.session = session
         self._sessions.append(session)
-        ticket = self._volume.barrier()
-        if ticket is None:
-            self._on_session_durable(session, None)
-        else:
-            ticket.then(lambda error: self._on_session_durable(session, error))
+        when_settled(self._volume.barrier(), lambda error: self._on_session_durable(session, error))
 
     def _on_session_durable(self, session: bytes, error: Exception | None) -> None:
         if error is None:

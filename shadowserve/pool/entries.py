@@ -29,11 +29,6 @@ def parse_key(address: Address) -> ParsedKey:
     return (tenant, hashlib.sha256(text).digest(), text) if key is None else (tenant, key, None)
 
 
-def is_chunk_key(text: bytes) -> bool:
-    """Return whether a key may be a chunk's, by a quick test."""
-    return len(text) == CHUNK_KEY_BYTES and text.startswith(STORAGE_PREFIX)
-
-
 def chunk_of(text: bytes) -> bytes | None:
     """Return the 32 bytes of a chunk's key; None for any other key."""
     if len(text) == CHUNK_KEY_BYTES and text.startswith(STORAGE_PREFIX) and text.islower():  # the prefix has letters

@@ -30,7 +30,7 @@ class BandwidthMeter:
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self.fixed = bytes_per_s is not None  # the rate is configured and never changes
-        self.bytes_per_s = bytes_per_s or 0.0  # decaying average; 0 before the first sample
+        self.bytes_per_s = float(bytes_per_s or 0)  # decaying average; 0 before the first sample
         self.samples = 0  # number of samples in it
         self._bytes = 0
         self._busy_ns = 0

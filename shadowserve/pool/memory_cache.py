@@ -10,7 +10,6 @@ A copy that is being read or sent is skipped: dropping it would free nothing.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Final
 
 from shadowserve.pool.arena import Arenas, Buffer
@@ -94,17 +93,12 @@ class MemoryCache:
         self.add(slot, buffer, placed=placed)
 
     def drop(self, slot: int) -> None:
-        buffer = self._kept.pop(slot, None)
-        if buffer is not None:
+        if (buffer := self._kept.pop(slot, None)) is not None:
             self.kept_bytes -= buffer.size
-        else:
-            buffer = self._main.pop(slot, None)
-            if buffer is not None:
-                self._main_bytes -= buffer.size
-            else:
-                buffer = self._probation.pop(slot, None)
-                if buffer is not None:
-                    self._probation_bytes -= buffer.size
+        elif (buffer := self._main.pop(slot, None)) is not None:
+            self._main_bytes -= buffer.size
+        elif (buffer := self._probation.pop(slot, None)) is not None:
+            self._probation_bytes -= buffer.size
         self._ghosts.pop(slot, None)
         if buffer is not None:
             self._arenas.detach(buffer)
@@ -138,11 +132,6 @@ class MemoryCache:
         self._ghosts[slot] = None
         if len(self._ghosts) > _GHOSTS_MAX:
             self._ghosts.popitem(last=False)
-
-    def slots(self) -> Iterator[int]:
-        yield from self._kept
-        yield from self._main
-        yield from self._probation
 
 
 def _unused(queue: OrderedDict[int, Buffer]) -> int | None:

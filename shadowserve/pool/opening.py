@@ -1,9 +1,9 @@
 """Opening a pool: open the devices, recover their objects and tenants, map memory, measure bandwidths."""
 
+import contextlib
 import errno
 import hashlib
 import logging
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from shadowserve.native import BlockDevice as NativeDevice
 from shadowserve.pool.arena import Arenas, Registration
 from shadowserve.pool.clears import SCAN_LINES, Clears
 from shadowserve.pool.config import DeviceConfig, PoolConfig
-from shadowserve.pool.core import Admission, Core, Waker
-from shadowserve.pool.disk import Disk, WriteBudget
+from shadowserve.pool.core import Core, Waker
+from shadowserve.pool.disk import Disk
 from shadowserve.pool.interleaver import BUSY_DEPTH, BandwidthMeter
 from shadowserve.pool.placement import Placement
 from shadowserve.pool.space import Space
 from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, TENANTS_MAX
-from shadowserve.pool.volume.block_reader import BlockReader, read_superblocks
-from shadowserve.pool.volume.device import BlockDevice
+from shadowserve.pool.volume.block_reader import ANSWER_S, BlockReader, read_superblocks
+from shadowserve.pool.volume.device import BlockDevice, wait_for_operations
 from shadowserve.pool.volume.format import BLOCK_BYTES, FormatError
 from shadowserve.pool.volume.formatting import check_empty, fit_file
 from shadowserve.pool.volume.tickets import OutOfBudgetError
@@ -63,8 +63,8 @@ class Tenants:
     def by_name(self) -> Mapping[str, int]:
         return self._ids
 
-    def name_of(self, tenant: int) -> str:
-        return self._names[tenant]
+    def name_of(self, tenant: int) -> str | None:
+        return self._names.get(tenant)
 
     def ids(self) -> set[int]:
         return set(self._ids.values())
@@ -153,30 +153,26 @@ def open_devices(config: PoolConfig) -> tuple[Found, list[tuple[str, str]]]:
     """
     found: Found = []
     absent: list[tuple[str, str]] = []
-    for entry in config.devices:
-        try:
-            device = _open_device(entry, strict=config.strict_order)
-        except ConfigurationError:
-            for _, opened in found:
-                opened.close()
-            raise
-        except (DeviceError, NativeError) as error:
-            _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
-            if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
-                for _, opened in found:
-                    opened.close()
-                raise ConfigurationError(
-                    f"{error}. The device is there: the server does not start without it, which would drop all its "
-                    "objects. Free the device, or take it out of 'devices'"
-                ) from error
-            absent.append((str(entry.path), str(error)))
-        else:
-            _log.info(
-                "device_opened device=%s access=%r bytes=%d", device.name, device.access_name, device.capacity_bytes
-            )
+    with contextlib.ExitStack() as opened:
+        for entry in config.devices:
+            try:
+                device = _open_device(entry, strict=config.strict_order)
+            except (DeviceError, NativeError) as error:
+                _log.error("device_not_opened device=%s error=%r", entry.path, str(error))
+                if is_passing(error) or getattr(error, "errno", None) in (errno.EACCES, errno.EPERM):
+                    raise ConfigurationError(
+                        f"{error}. The device is there: the server does not start without it, which would drop all its "
+                        "objects. Free the device, or take it out of 'devices'"
+                    ) from error
+                absent.append((str(entry.path), str(error)))
+                continue
+            opened.callback(device.close)
+            access, size = device.access_name, device.capacity_bytes
+            _log.info("device_opened device=%s access=%r bytes=%d", device.name, access, size)
             found.append((entry, device))
-    if config.devices and not found:
-        raise ConfigurationError("; ".join(reason for _, reason in absent))
+        if config.devices and not found:
+            raise ConfigurationError("; ".join(reason for _, reason in absent))
+        opened.pop_all()  # they stay open
     return found, absent
 
 
@@ -226,28 +222,26 @@ def open_parts(
         objects_max = _prepare(found, clock_ms, entropy)
         in_memory = memory_bytes // BLOCK_BYTES if found else config.objects_max or memory_bytes // ENTRY_OVERHEAD_BYTES
         objects_max = min(objects_max + max(in_memory, _OBJECTS_MIN), _INDEX_OBJECTS_MAX)
-        policy = IndexPolicy[config.eviction.upper()]
-        index = Index(objects_max, policy, seed)
-        clears = Clears(index)
-        disks += recover(clears, index)
-        stale = _find_stale(disks)
+        stale: list[int] = []
         lost: dict[int, int] = {}
-        if stale:
+        while True:
+            index = Index(objects_max, IndexPolicy[config.eviction.upper()], seed)
+            clears = Clears(index)
+            disks[:] = recover(clears, index, stale, lost)
+            if stale or not (stale := _find_stale(disks)):
+                break
             for disk in disks:
                 disk.volume.close()
             index.close()
-            index = Index(objects_max, policy, seed)
-            clears = Clears(index)
-            disks[:] = recover(clears, index, stale, lost)
+        memory = BandwidthMeter(config.memory_bandwidth)
+        if measure and disks:
+            _measure_all(memory, disks, arenas)
     except (FormatError, NativeError, DeviceError, OSError) as error:
         waker.close()
         for _, device in found:
             device.close()
         raise ConfigurationError(f"the pool cannot be opened: {error}") from error
-    memory = BandwidthMeter(None if config.memory_bandwidth is None else float(config.memory_bandwidth))
-    if measure and disks:
-        _measure_all(memory, disks, arenas)
-    core = core_class(index, clears, arenas, disks, Admission(config.admission, index), waker, clock_ms, ticks)
+    core = core_class(index, clears, arenas, disks, config.admission, waker, clock_ms, ticks)
     core.generation = max((disk.volume.generation_last for disk in disks), default=0)
     _count_entries(core)
     space = Space(
@@ -299,8 +293,8 @@ def _recover(
     entropy: Callable[[int], bytes],
     clears: Clears,
     index: Index,
-    stale: Sequence[int] = (),
-    lost: dict[int, int] | None = None,
+    stale: Sequence[int],
+    lost: dict[int, int],
 ) -> list[Disk]:
     """Open all volumes; drop the objects of ``stale`` ones, counted by tenant in ``lost``.
 
@@ -308,19 +302,14 @@ def _recover(
     """
     volumes: dict[int, Volume] = {}
     pool_id: bytes | None = None
-    for number in [*stale, *(number for number in range(len(found)) if number not in stale)]:
+    for number in sorted(range(len(found)), key=lambda number: number not in stale):
+        device = found[number][1]
         volume = Volume.open(
-            found[number][1],
-            index,
-            number,
-            pool_id=pool_id,
-            living=clears.living,
-            clock_ms=clock_ms,
-            entropy=entropy,
+            device, index, number, pool_id=pool_id, living=clears.living, clock_ms=clock_ms, entropy=entropy
         )
         pool_id = volume.superblock.pool_id
         volumes[number] = volume
-        if number in stale and lost is not None:
+        if number in stale:
             _drop_stale(index, volume, lost)
     index.replayed()
     disks: list[Disk] = []
@@ -328,17 +317,7 @@ def _recover(
         volume = volumes[number]
         volume.ready()
         _log_recovery(volume)
-        disks.append(
-            Disk(
-                volume,
-                BandwidthMeter(None if entry.bandwidth is None else float(entry.bandwidth)),
-                WriteBudget(None if entry.write_bytes_per_day is None else int(entry.write_bytes_per_day)),
-                None if entry.bytes_max is None else int(entry.bytes_max),
-                entry.objects_max,
-                wake=wake,
-                on_gone=on_gone,
-            )
-        )
+        disks.append(Disk(volume, entry, wake=wake, on_gone=on_gone))
     return disks
 
 
@@ -346,26 +325,15 @@ def _log_recovery(volume: Volume) -> None:
     name, report = volume.device.name, volume.report
     _log.info("volume_recovered device=%s objects=%d seconds=%.2f", name, report.objects, report.seconds)
     if report.grown_bytes:
-        layout = volume.superblock.layout
-        _log.info(
-            "volume_grown device=%s more_bytes=%d bytes=%d objects_max=%d",
-            name,
-            report.grown_bytes,
-            volume.superblock.device_bytes,
-            layout.objects_max,
-        )
+        sizes = report.grown_bytes, volume.superblock.device_bytes, volume.objects_max
+        _log.info("volume_grown device=%s more_bytes=%d bytes=%d objects_max=%d", name, *sizes)
     for note in report.notes:
         _log.warning("volume_note device=%s note=%r", name, note)
     if report.log_blocks_repaired:
         _log.warning("log_repaired device=%s blocks=%d", name, report.log_blocks_repaired)
     if report.dropped:
-        _log.warning(
-            "objects_lost device=%s unproven=%d unnamed=%d overlapping=%d",
-            name,
-            report.unproven,
-            report.unnamed,
-            report.overlapping,
-        )
+        lost = report.unproven, report.unnamed, report.overlapping
+        _log.warning("objects_lost device=%s unproven=%d unnamed=%d overlapping=%d", name, *lost)
 
 
 def _count_entries(core: Core) -> None:
@@ -387,10 +355,9 @@ def _count_entries(core: Core) -> None:
 def _drop_foreign_objects(core: Core, tenants: Tenants) -> None:
     """Drop objects whose tenant's id has another meaning on the other devices."""
     for disk, tenant in tenants.conflicts:
-        cursor, first = 0, True
-        while first or cursor:
-            first = False
-            cursor, slots = core.index.scan(tenant, cursor, ENTRIES_PER_HOLD, SCAN_LINES)
+        cursor = -1
+        while cursor:
+            cursor, slots = core.index.scan(tenant, max(cursor, 0), ENTRIES_PER_HOLD, SCAN_LINES)
             for slot in slots:
                 entry = core.entry(slot)
                 if entry is not None and entry.device == disk.number:
@@ -405,7 +372,7 @@ def _find_stale(disks: list[Disk]) -> list[int]:
 
 def _drop_stale(index: Index, volume: Volume, lost: dict[int, int]) -> None:
     dropped = 0
-    for tenant in volume.recovered_tenants:
+    for tenant in (0, *volume.tenants):
         count = index.clear(tenant, volume.number)
         lost[tenant] = lost.get(tenant, 0) + count
         dropped += count
@@ -457,7 +424,7 @@ def _measure(disk: Disk, arenas: Arenas) -> None:
             length += _run(device, turn)
             reads += len(turn)
         disk.meter.sample(length / max(time.monotonic() - began, 1e-6))
-    except (OSError, DeviceError) as error:
+    except OSError as error:
         _log.warning("device_not_measured device=%s error=%r", disk.name, str(error))
     finally:
         arenas.release(buffer)
@@ -470,13 +437,12 @@ def _operation(kind: OperationKind, first: int, size: int, address: int) -> Oper
 
 
 def _run(device: BlockDevice, operations: list[Operation]) -> int:
-    """Run operations and wait for them; return their bytes."""
+    """Run operations and wait for all of them; return their bytes, or raise the first error."""
     device.submit(operations)
     left = len(operations)
     while left:
-        select.select([device.fileno()], [], [], _MEASURED_S)
-        for operation in device.completed():
-            left -= 1
-            if operation.error is not None:
-                raise operation.error
+        left -= len(wait_for_operations(device, ANSWER_S))
+    for operation in operations:
+        if operation.error is not None:
+            raise operation.error
     return sum(operation.length for operation in operations)

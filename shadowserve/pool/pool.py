@@ -22,7 +22,7 @@ from shadowserve.pool.reads import Completion, Reader
 from shadowserve.pool.scanning import Cursors, scan_keys
 from shadowserve.pool.scrub import Scrubber
 from shadowserve.pool.space import Quota
-from shadowserve.pool.statistics import Statistics, pool_statistics, tenant_statistics
+from shadowserve.pool.statistics import Statistics, entry_statistics, pool_statistics
 from shadowserve.pool.types import ENTRIES_PER_HOLD, Address, Item, Lease, LowerTier, PinnedEntries
 from shadowserve.pool.volume.tickets import Ticket, joined
 from shadowserve.pool.volume.volume import Call
@@ -591,13 +591,18 @@ class Pool(ABC):
         """Return the id of a tenant, assigned on first use and kept as long as the pool keeps values; "" has id 0."""
         return self._opened.tenants.id_of(name)
 
+    def tenant_name(self, tenant: int) -> str | None:
+        """Return the name of a tenant's id; None for an id that is not assigned."""
+        return self._opened.tenants.name_of(tenant)
+
     def tenants(self) -> Mapping[str, int]:
         return self._opened.tenants.by_name()
 
     def set_quota(self, tenant: int, bytes_max: int | None, keys_max: int | None) -> None:
         """Limit a tenant's bytes and keys, here and in the lower tier; None for no limit. Excess is evicted soon."""
-        if self._lower_tier is not None:
-            self._lower_tier.set_quota(self._opened.tenants.name_of(tenant), bytes_max, keys_max)
+        name = self.tenant_name(tenant)
+        if self._lower_tier is not None and name is not None:
+            self._lower_tier.set_quota(name, bytes_max, keys_max)
         if bytes_max is None and keys_max is None:
             self._space.quotas.pop(tenant, None)
         else:
@@ -646,8 +651,5 @@ class Pool(ABC):
             found = pool_statistics(self._opened, self._reader, self._writer, keys, self._peak_bytes)
             cold = None if self._lower_tier is None else self._lower_tier.statistics()
             return replace(found, cold=cold, scrub_passes=self._scrubber.rounds, scrub_rotten=self._scrubber.found)
-        quota = self._space.quotas.get(tenant)
-        budget = self._space.capacity_bytes
-        if quota is not None and quota.bytes_max is not None:
-            budget = quota.bytes_max
-        return tenant_statistics(self._core, tenant, keys, budget)
+        quota_bytes, budget_bytes = self._space.bounds(tenant)
+        return entry_statistics(self._core, tenant, keys, budget_bytes if quota_bytes is None else quota_bytes)

@@ -166,23 +166,18 @@ class Reader:
     def _begin(self, read: _Read) -> bool:
         """Pass a read to its device; return False if there is no memory now."""
         entry = read.entry
-        if read.disk.gone is not None:
-            read.failure = "device_gone"
+        gone, too_large = read.disk.gone is not None, read.size > self._core.arenas.largest_bytes
+        if gone or too_large:
+            read.failure = "device_gone" if gone else "no_memory"
             self.unverified.append(read)
             self._core.waker.wake()
             return True
         parts = read.parts
+        read.buffer = self._space.memory(read.size // BLOCK_BYTES)
         if read.buffer is None:
-            if read.size > self._core.arenas.largest_bytes:
-                read.failure = "no_memory"
-                self.unverified.append(read)
-                self._core.waker.wake()
-                return True
-            read.buffer = self._space.memory(read.size // BLOCK_BYTES)
-            if read.buffer is None:
-                self._spare_bytes = 0
-                return False
-            self._spare_bytes -= read.size
+            self._spare_bytes = 0
+            return False
+        self._spare_bytes -= read.size
         read.disk.reading += 1
         read.begun = True
         read.depth = read.disk.reading

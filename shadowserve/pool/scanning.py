@@ -26,27 +26,26 @@ class Cursors:
         self._key = key
 
     def shown(self, position: int) -> int:
-        while position:
-            position = self._permuted(position, range(_ROUNDS))
-            if position:
-                break
-        return position
+        return position and (self._permuted(position) or self._permuted(0))
 
     def position(self, cursor: int) -> int:
-        while cursor:
-            left, right = cursor >> _HALF, cursor & _MASK
-            swapped = self._permuted(right << _HALF | left, range(_ROUNDS - 1, -1, -1))
-            cursor = (swapped & _MASK) << _HALF | swapped >> _HALF
-            if cursor:
-                break
-        return cursor
+        return cursor and (self._restored(cursor) or self._restored(0))
 
-    def _permuted(self, number: int, rounds: range) -> int:
+    def _permuted(self, number: int) -> int:
         left, right = number >> _HALF, number & _MASK
-        for number_of_round in rounds:
-            digest = hashlib.blake2b(bytes([number_of_round]) + right.to_bytes(4, "big"), digest_size=4, key=self._key)
-            left, right = right, left ^ int.from_bytes(digest.digest(), "big")
+        for number_of_round in range(_ROUNDS):
+            left, right = right, left ^ self._digest(number_of_round, right)
         return left << _HALF | right
+
+    def _restored(self, number: int) -> int:
+        left, right = number >> _HALF, number & _MASK
+        for number_of_round in reversed(range(_ROUNDS)):
+            left, right = right ^ self._digest(number_of_round, left), left
+        return left << _HALF | right
+
+    def _digest(self, number_of_round: int, half: int) -> int:
+        data = bytes([number_of_round]) + half.to_bytes(4, "big")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=4, key=self._key).digest(), "big")
 
 
 def scan_keys(core: Core, tenant: int, position: int, count: int) -> tuple[int, list[bytes]]:

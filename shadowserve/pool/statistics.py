@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shadowserve.latency import LatencyHistogram
-from shadowserve.native import IndexTotals
-from shadowserve.pool.core import Core, TenantCounters
+from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk
 from shadowserve.pool.opening import Opened
 from shadowserve.pool.placement import Placement
@@ -175,31 +174,20 @@ class Statistics:
         return sum(device.wear_refused for device in self.devices)
 
 
-def tenant_statistics(core: Core, tenant: int, keys: int, budget_bytes: int) -> Statistics:
-    """Return the statistics of one tenant."""
-    held = core.held_bytes_of(tenant)
-    pinned = core.pins.count(tenant), core.pins.bytes_of(tenant)
-    return _entry_statistics(
-        core, core.index.totals(tenant), core.counters.tenants[tenant], keys, pinned, held, budget_bytes
-    )
-
-
-def _entry_statistics(
-    core: Core,
-    totals: IndexTotals,
-    counters: TenantCounters,
-    keys: int,
-    pinned: tuple[int, int],
-    held_bytes: int,
-    budget_bytes: int,
-) -> Statistics:
-    """Return the statistics of a pool or a tenant alike. ``pinned``: keys and bytes."""
+def entry_statistics(core: Core, tenant: int | None, keys: int, budget_bytes: int) -> Statistics:
+    """Return the statistics of a tenant, or what the pool (None) has in common with one."""
+    if tenant is None:
+        totals, counters = core.index.totals(), core.counters.everyones
+        held_bytes, pinned_bytes = core.held_bytes, core.pins.total_bytes
+    else:
+        totals, counters = core.index.totals(tenant), core.counters.tenants[tenant]
+        held_bytes, pinned_bytes = core.held_bytes_of(tenant), core.pins.bytes_of(tenant)
     causes = EVICTION_CAUSES if core.disks else ("budget", "quota")
     return Statistics(
         keys=keys,
         expiring_keys=totals.expiring,
-        pinned_keys=pinned[0],
-        pinned_bytes=pinned[1],
+        pinned_keys=core.pins.count(tenant),
+        pinned_bytes=pinned_bytes,
         budget_bytes=budget_bytes,
         used_bytes=totals.bytes + held_bytes,
         held_bytes=held_bytes,
@@ -219,10 +207,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, p
     """Return the statistics of the whole pool, without the lower tier's and the scrubber's."""
     core, placement = opened.core, opened.placement
     counters, arenas, copies = core.counters, core.arenas, core.memory_cache
-    pinned = core.pins.count(None), core.pins.total_bytes
-    found = _entry_statistics(
-        core, core.index.totals(), counters.everyones, keys, pinned, core.held_bytes, opened.space.capacity_bytes
-    )
+    found = entry_statistics(core, None, keys, opened.space.capacity_bytes)
     return replace(
         found,
         peak_bytes=max(peak_bytes, found.used_bytes),
@@ -240,7 +225,7 @@ def pool_statistics(opened: Opened, reader: Reader, writer: Writer, keys: int, p
         waiting_reads=reader.waiting,
         writing_bytes=writer.bytes_under_way,
         lost=dict(counters.lost),
-        held_back=core.admission.held_back,
+        held_back=core.held_back,
         orchestration_ns=counters.lookup_ns + counters.placement_ns + counters.grouping_ns,
         lookup_ns=counters.lookup_ns,
         placement_ns=counters.placement_ns,

@@ -17,7 +17,7 @@ from shadowserve.pool.core import Core
 from shadowserve.pool.disk import Disk, Extent
 from shadowserve.pool.entries import Entry
 from shadowserve.pool.types import ENTRIES_PER_HOLD
-from shadowserve.pool.volume.tickets import BusyError, Ticket, joined
+from shadowserve.pool.volume.tickets import BusyError, Ticket, joined, when_settled
 from shadowserve.pool.write_states import ENDS, OldCopy, State, Write
 
 _SEALED_PER_TURN: Final = 32
@@ -126,10 +126,7 @@ class Writer:
             return
         durable = self._when_logs_are_durable()
         for ticket in self._barriers:
-            if durable is None:
-                self.settle_later(ticket)
-            else:
-                durable.then(partial(self.settle_later, ticket))
+            when_settled(durable, partial(self.settle_later, ticket))
         self._barriers.clear()
 
     # ---- In the pool's thread
@@ -236,11 +233,7 @@ class Writer:
                 self._undurable.append(undurable)
                 continue
             self._may_settle_more = waiting > ENTRIES_PER_HOLD
-            durable = joined(disk.log.barrier() for disk in disks)
-            if durable is None:
-                self._settle_all(undurable, None)
-            else:
-                durable.then(partial(self._settle_all, undurable))
+            when_settled(joined(disk.log.barrier() for disk in disks), partial(self._settle_all, undurable))
 
     def _settle_all(self, undurable: _Undurable, error: Exception | None) -> None:
         """Settle the tickets. Where another device has failed, wait until the remaining logs have the new session."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 import golden_volume
 from google.protobuf.message import DecodeError
 from test_resp import FRAGMENTS, outcome
-from test_volume_format import kept, parse
+from test_volume_format import CORPUS, parse
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.jobs import CallError
@@ -92,7 +92,7 @@ def _volume(data: bytes) -> None:
 
 def _volume_blocks() -> list[bytes]:
     golden = [block for _, block in golden_volume.load().blocks()]
-    return kept() + golden[:64]
+    return [path.read_bytes() for path in CORPUS] + golden[:64]
 
 
 _COLD_TENANTS: Final = ("", "team-a", "we/..%2F=x")
@@ -108,7 +108,7 @@ def _cold_object(data: bytes) -> None:
             needed = cold_layout.footer_bytes(tail, size)
             assert cold_layout.FOOTER_BYTES < needed < size
             contents = cold_layout.parse_footer(name.decode("latin-1"), tail, size)
-            assert cold_layout.name_of(contents.tenant, contents.places) == contents.name
+            assert cold_layout.Contents.of(contents.tenant, size, contents.places.items()) == contents
             for place in contents.places.values():
                 assert 0 < place.header_bytes <= place.length and place.offset + place.length <= size - needed
 

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,18 +30,29 @@ MIB = 1 << 20
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "tester", "AWS_SECRET_ACCESS_KEY": "secret"}
 
 Opens = Callable[..., "Node"]
+Record = tuple[bytes, bytes, int, bytes]
+"""Name, value, bytes of the header, and name of the previous record."""
 
 
 class Node(Driver):
     """A pool with a bucket below."""
 
     def cold(self) -> ColdStatistics:
-        found = self.statistics().cold
-        return found
+        return self.statistics().cold
+
+    def store_records(self, records: Iterable["Record"], tenant: int = 0) -> None:
+        for name, value, header_bytes, parent in records:
+            self.put(storage_key(name), value, tenant, header_bytes=header_bytes, parent=parent)
 
     def store_chain(self, chain: "Chain", tenant: int = 0) -> None:
-        for name, value, header_bytes, parent in chain.records:
-            self.put(storage_key(name), value, tenant, header_bytes=header_bytes, parent=parent)
+        self.store_records(chain.records, tenant)
+
+    def write_chains(self, chains: Iterable["Chain"], tenant: int = 0) -> None:
+        """Store each chain once the objects of those before are in the bucket."""
+        for chain in chains:
+            before = self.cold().written_objects
+            self.store_chain(chain, tenant)
+            self.await_written(before + 1)
 
     def await_written(self, count: int) -> None:
         """Wait until no write waits, and this node has written ``count`` objects."""
@@ -73,7 +84,7 @@ class Chain:
             tokens=16,
             quantizer=Quantizer.PASSTHROUGH,
         )
-        self.records: list[tuple[bytes, bytes, int, bytes]] = []
+        self.records: list[Record] = []
         parent, end = b"", hashlib.sha256(label.encode()).digest()[:8]
         end = end if partition is None else partition.to_bytes(2, "big") + end[2:]
         for number in range(count):

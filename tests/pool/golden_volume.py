@@ -35,7 +35,7 @@ def make() -> SimulatedDevice:
     store.volume.log(pack_record(RecordKind.PIN, 0, (2).to_bytes(32, "little"), pinned_until_s=2_000_000_000))
     store.remove(bytes(32))
     store.drain()
-    return store.simulated.restart()
+    return store.device.restart()
 
 
 def save(device: SimulatedDevice, path: Path) -> None:

@@ -11,7 +11,7 @@ from shadowserve.clock import wall_clock_ms
 from shadowserve.pool.config import DeviceConfig
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.disk import Disk
-from shadowserve.pool.entries import Entry, PoolItem
+from shadowserve.pool.entries import Entry
 from storage_kv.config import StorageConfig
 
 MIB = 1 << 20
@@ -95,9 +95,7 @@ def drop_copies(driver: Driver) -> None:
 
 
 def entry_of(driver: Driver, key: bytes) -> Entry:
-    item = driver.peek(key)
-    assert isinstance(item, PoolItem)
-    return item.entry
+    return driver.peek(key).entry
 
 
 def disks_of(driver: Driver) -> list[Disk]:
@@ -107,8 +105,3 @@ def disks_of(driver: Driver) -> list[Disk]:
 def chunk(number: int, chain: int = 0) -> bytes:
     """Return the 32 bytes of a chunk's name."""
     return (chain << 32 | number + 1).to_bytes(32, "big")
-
-
-def key_of(name: bytes) -> bytes:
-    """Return the key of a chunk."""
-    return b"kv:" + name.hex().encode()

@@ -10,9 +10,9 @@ import ctypes
 import errno
 import os
 import random
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.block import Operation, OperationKind
@@ -55,15 +55,6 @@ class Fault:
 
 
 @dataclass(slots=True)
-class SimulatedStatistics:
-    """Operations and bytes by kind, and errors."""
-
-    operations: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
-    bytes: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
-    errors: dict[OperationKind, int] = field(default_factory=lambda: defaultdict(int))
-
-
-@dataclass(slots=True)
 class _Version:
     """One write of a block since the last flush; ``completed`` is its place in the order of completions, or None."""
 
@@ -78,6 +69,7 @@ class SimulatedDevice:
         automatic: completed() first ends all operations in a random order: for opening and formatting.
         trace: (kind, first block, blocks) of each operation in the order of completion.
         before: Called before an operation ends; its exception leaves completed().
+        forgets: A power cut loses all writes since the last flush.
     """
 
     def __init__(
@@ -98,6 +90,10 @@ class SimulatedDevice:
         self.trace: list[tuple[OperationKind, int, int]] = []
         self.submitted: Callable[[int], None] = lambda count: None  # called with the number of queued operations
         self.before: Callable[[], None] | None = None
+        self.forgets = False
+        self.successes: Counter[OperationKind] = Counter()  # operations that have succeeded
+        self.bytes: Counter[OperationKind] = Counter()  # bytes of these
+        self.errors: Counter[OperationKind] = Counter()  # operations that have failed
         self.random = random.Random(seed)
         self._operations_max = operations_max
         self._clock_ns = clock_ns or (lambda: self._completions)
@@ -108,7 +104,6 @@ class SimulatedDevice:
         self._ended: list[Operation] = []
         self._completions = 0
         self._gone = False
-        self._statistics = SimulatedStatistics()
         self._descriptor = os.eventfd(1, os.EFD_NONBLOCK)
 
     # ---- Interface of a volume
@@ -139,9 +134,6 @@ class SimulatedDevice:
     def fileno(self) -> int:
         """Return a descriptor that is always readable."""
         return self._descriptor
-
-    def statistics(self) -> SimulatedStatistics:
-        return self._statistics
 
     def close(self) -> None:
         """Drop operations in progress."""
@@ -180,9 +172,8 @@ class SimulatedDevice:
         operation.error = OSError(error, os.strerror(error)) if error else None
         if operation.expected is not None and not error and self._completions % 2:
             operation.verdict = _checked(operation)
-        counted = self._statistics
-        (counted.errors if error else counted.operations)[operation.kind] += 1
-        counted.bytes[operation.kind] += 0 if error else operation.length
+        (self.errors if error else self.successes)[operation.kind] += 1
+        self.bytes[operation.kind] += 0 if error else operation.length
         self.trace.append((operation.kind, operation.offset // BLOCK_BYTES, operation.length // BLOCK_BYTES))
         self._ended.append(operation)
         return operation
@@ -193,15 +184,12 @@ class SimulatedDevice:
         Of each block written since the last flush any version survives; with ``torn``, sectors of several.
         """
         chance = self.random if seed is None else random.Random(seed)
-        after = SimulatedDevice(
-            self.capacity_bytes, seed=chance.randrange(1 << 32), name=self.name, operations_max=self._operations_max
-        )
-        after._durable = dict(self._durable)
+        after = self._successor(self._durable, chance.randrange(1 << 32))
         for operation, _, content in [*self._waiting, *self._stuck]:
             if operation.kind is OperationKind.WRITE:
                 self._write(operation.offset // BLOCK_BYTES, content, None)
         mood = chance.choice((0.0, 0.2, 0.5, 0.8, 1.0))  # share of surviving writes, also nearly all or none
-        for block, versions in sorted(self._dirty.items()):
+        for block, versions in [] if self.forgets else sorted(self._dirty.items()):
             old = self._durable.get(block, _ZEROS)
             contents = [version.content for version in versions]
             survivor = chance.choice(contents) if chance.random() < mood else old
@@ -218,15 +206,8 @@ class SimulatedDevice:
 
     def restart(self) -> "SimulatedDevice":
         """Return the device after a SIGKILL without a power cut: all completed writes are present."""
-        after = SimulatedDevice(
-            self.capacity_bytes,
-            seed=self.random.randrange(1 << 32),
-            name=self.name,
-            operations_max=self._operations_max,
-        )
-        after._durable = dict(self._durable)
-        for block in self._dirty:
-            after._durable[block] = self._current(block)
+        current = {block: self._current(block) for block in self._dirty}
+        after = self._successor(self._durable | current, self.random.randrange(1 << 32))
         self._waiting.clear()
         self._gone = True
         return after
@@ -269,9 +250,7 @@ class SimulatedDevice:
 
     def copy(self) -> "SimulatedDevice":
         """Return a device with the content that reads return now."""
-        after = SimulatedDevice(self.capacity_bytes, name=self.name, operations_max=self._operations_max)
-        after._durable = dict(self.blocks())
-        return after
+        return self._successor(dict(self.blocks()), 0)
 
     def blocks(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and content of each block that is not all zeros."""
@@ -280,6 +259,11 @@ class SimulatedDevice:
                 yield block, content
 
     # ---- Internal methods
+
+    def _successor(self, durable: dict[int, bytes], seed: int) -> "SimulatedDevice":
+        after = SimulatedDevice(self.capacity_bytes, seed=seed, name=self.name, operations_max=self._operations_max)
+        after._durable = dict(durable)
+        return after
 
     def _perform(self, operation: Operation, submitted: int, content: bytes, fault: Fault | None) -> int:
         error = fault.error if fault is not None else 0

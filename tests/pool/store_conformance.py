@@ -12,6 +12,7 @@ from machine import drive
 from store_driver import Clock, Driver, Reading
 from work_meter import WORK_MAX, WorkMeter
 
+from shadowserve.keys import storage_key
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.types import ENTRIES_PER_HOLD, ENTRY_OVERHEAD_BYTES, PinShareError
 from shadowserve.pool.volume.tickets import OutOfBudgetError
@@ -192,7 +193,6 @@ class StoreConformance(ABC):
         store = self.drive(10 * self.cost(b"a", 1000), Clock())
         store.put(b"a", b"x" * 1000)
         first, second = store.open(b"a"), store.open(b"a")
-        assert first is not None and second is not None
         store.remove(b"a")
         store.put(b"a", b"y" * 1000)
         assert first.wait() == second.wait() == b"x" * 1000
@@ -206,22 +206,21 @@ class StoreConformance(ABC):
         store = self.drive(1 << 20, Clock())
         store.put(b"a", b"x" * 100, header_bytes=10)
         store.put(b"b", b"x" * 100)
-        item = store.peek(b"a")
-        assert item.header_bytes == 10
+        assert store.peek(b"a").header_bytes == 10
         assert (store.statistics().records, store.statistics().record_bytes) == (1, 100)
         store.put(b"a", b"plain")
         assert (store.statistics().records, store.statistics().record_bytes) == (0, 0)
 
     def test_tenants_are_listed_by_name(self) -> None:
         store = self.drive(1 << 20, Clock())
-        ids = {name: store.call(store.store.tenant, name) for name in ("b", "a")}
+        ids = {name: store.tenant(name) for name in ("b", "a")}
         assert dict(store.call(store.store.tenants)) == {"": 0, **ids}
 
     def test_tenants_have_separate_keys(self) -> None:
         store = self.drive(1 << 20, Clock())
-        one, two = store.call(store.store.tenant, "one"), store.call(store.store.tenant, "two")
-        assert len({0, one, two}) == 3 and store.call(store.store.tenant, "one") == one
-        assert store.call(store.store.tenant, "") == 0
+        one, two = store.tenant("one"), store.tenant("two")
+        assert len({0, one, two}) == 3 and store.tenant("one") == one
+        assert store.tenant("") == 0
         for tenant, value in ((0, b"none"), (one, b"first"), (two, b"second")):
             store.put(b"a", value, tenant)
         store.put(b"b", b"x", one, header_bytes=1)
@@ -236,7 +235,7 @@ class StoreConformance(ABC):
 
     def test_a_tenant_beyond_its_quota_evicts_its_own_entries_only(self) -> None:
         store = self.drive(100 * self.cost(b"a", 1000), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.put(b"a", b"x" * 1000)
         store.call(store.store.set_quota, one, 3 * self.cost(b"a", 1000), None)
         for key in (b"a", b"b", b"c", b"d"):
@@ -256,7 +255,7 @@ class StoreConformance(ABC):
 
     def test_beyond_the_budget_the_largest_tenant_evicts_first(self) -> None:
         store = self.drive(6 * self.cost(b"a", 1000), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.put(b"old", b"x" * 900)
         for key in (b"a", b"b", b"c", b"d", b"e"):
             store.put(key, b"x" * 1000, one)
@@ -289,7 +288,7 @@ class StoreConformance(ABC):
 
     def test_a_chunk_is_evicted_after_its_descendants(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(6)]
-        keys = [b"kv:" + name.hex().encode() for name in names]
+        keys = [storage_key(name) for name in names]
         store = self.drive(4 * self.cost(keys[0], 1000), Clock())
 
         def put(number: int, parent: int | None) -> None:
@@ -314,12 +313,12 @@ class StoreConformance(ABC):
 
     def test_chunks_with_circular_parents_can_be_evicted(self) -> None:
         names = [bytes([number + 1]) * 32 for number in range(3)]
-        store = self.drive(3 * self.cost(b"kv:" + 64 * b"a", 1000), Clock())
+        budget_bytes = 3 * self.cost(storage_key(names[0]), 1000)
+        store = self.drive(budget_bytes, Clock())
         for number, name in enumerate(names):
-            key = b"kv:" + name.hex().encode()
-            store.put(key, b"x" * 1000, parent=names[(number + 1) % 3] if number < 2 else names[2])
-        store.put(b"kv:" + names[1].hex().encode(), b"x" * 1000, parent=names[0])
-        store.put(b"large", b"x" * (3 * self.cost(b"kv:" + 64 * b"a", 1000) - 2200))
+            store.put(storage_key(name), b"x" * 1000, parent=names[(number + 1) % 3] if number < 2 else names[2])
+        store.put(storage_key(names[1]), b"x" * 1000, parent=names[0])
+        store.put(b"large", b"x" * (budget_bytes - 2200))
         assert store.keys() == {b"large"}
 
     # ---- One tenant's pins
@@ -328,7 +327,7 @@ class StoreConformance(ABC):
         clock, unit = Clock(), self.PIN_UNIT_MS
         store = self.drive(16 * self.cost(b"00", 1000), clock)
         store.call(store.store.set_pin_shares, 0.25, 0.5)
-        tenants = [store.call(store.store.tenant, name) for name in ("one", "two", "three")]
+        tenants = [store.tenant(name) for name in ("one", "two", "three")]
         until_ms = clock.now_ms + 100 * unit
 
         def pin_all(tenant: int) -> int:
@@ -341,19 +340,16 @@ class StoreConformance(ABC):
                     continue
             return pinned
 
+        bytes_max = 4 * self.cost(b"00", 1000)
         assert pin_all(tenants[0]) == 4 and store.statistics(tenants[0]).pinned_keys == 4
-        assert store.statistics(tenants[0]).pinned_bytes == 4 * self.cost(b"00", 1000)
+        assert store.statistics(tenants[0]).pinned_bytes == bytes_max
         for number in range(40):  # pins of one tenant do not block a SET of another
             store.put(b"%d" % (100 + number), b"x" * 1000, tenants[1])
         assert pin_all(tenants[1]) == 4
         assert pin_all(tenants[2]) == 0  # all together have half
-        assert store.statistics().pinned_bytes == 8 * self.cost(b"00", 1000)
+        assert store.statistics().pinned_bytes == 2 * bytes_max
         assert sorted(store.call(store.store.pinning_tenants, 9)) == tenants[:2]
-        assert store.call(store.store.pinned, tenants[1]) == (
-            4,
-            4 * self.cost(b"00", 1000),
-            4 * self.cost(b"00", 1000),
-        )
+        assert store.call(store.store.pinned, tenants[1]) == (4, bytes_max, bytes_max)
         assert store.call(store.store.unpin_some, tenants[0]) == 4 and pin_all(tenants[2]) == 4
         clock.now_ms += 200 * unit
         until_ms = clock.now_ms + 100 * unit
@@ -363,7 +359,7 @@ class StoreConformance(ABC):
     def test_pins_count_against_the_share_of_a_quota(self) -> None:
         clock = Clock()
         store = self.drive(100 * self.cost(b"0", 1000), clock)
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         store.call(store.store.set_pin_shares, 0.5, 1.0)
         store.call(store.store.set_quota, one, 4 * self.cost(b"0", 1000), None)
         store.put_each(range(4), b"x" * 1000, one)
@@ -380,13 +376,13 @@ class StoreConformance(ABC):
     def test_a_pin_of_the_last_chunk_does_not_pin_the_chain(self) -> None:
         clock = Clock()
         names = [bytes([number + 1]) * 32 for number in range(8)]
-        keys = [b"kv:" + name.hex().encode() for name in names]
+        keys = [storage_key(name) for name in names]
         store = self.drive(8 * self.cost(keys[0], 1000), clock)
         store.call(store.store.set_pin_shares, 0.25, 0.5)
         for number, key in enumerate(keys):
             store.put(key, b"x" * 1000, parent=names[number - 1] if number else b"")
         assert store.pin(keys[7], clock.now_ms + 10**6)
-        other = store.call(store.store.tenant, "other")
+        other = store.tenant("other")
         store.put_each(range(20), b"x" * 1000, other)
         assert store.peek(keys[7]) is not None and len(store.keys(other)) >= 3
 
@@ -395,8 +391,8 @@ class StoreConformance(ABC):
     def test_no_hold_of_the_lock_grows_with_the_number_of_entries(self) -> None:
         clock, meter, many = Clock(), WorkMeter(), self.MANY
         store = self.drive(10 * many * self.cost(b"10000", 100), clock, meter)
-        one = store.call(store.store.tenant, "one")
-        tenants = [store.call(store.store.tenant, f"t{number}") for number in range(1_000)]
+        one = store.tenant("one")
+        tenants = [store.tenant(f"t{number}") for number in range(1_000)]
         longest: dict[str, int] = {}
 
         def measure(what: str, function: Callable[..., Any], *arguments: Any) -> None:
@@ -437,7 +433,7 @@ class StoreConformance(ABC):
 
     def test_cleared_entries_are_absent_at_once_and_later_ones_stay(self) -> None:
         store = self.drive(10 * self.MANY * self.cost(b"10000", 100), Clock())
-        one = store.call(store.store.tenant, "one")
+        one = store.tenant("one")
         self.fill(store, self.MANY, one)
         store.put(b"a", b"another's")
         with store.lock:
@@ -445,12 +441,11 @@ class StoreConformance(ABC):
             assert store.store.count(one) == 0 and store.store.statistics(one).keys == 0
             assert store.store.get((one, b"1")) is None and store.store.peek((one, b"7")) is None
             assert not store.store.remove((one, b"2")) and not store.store.pin((one, b"3"), 1)
-            cursor = 0
-            while True:
-                cursor, keys = store.store.scan(one, cursor, 1000)
-                assert keys == []
-                if cursor == 0:
-                    break
+            cursor, keys = store.store.scan(one, 0, 1000)
+            while cursor:
+                cursor, more = store.store.scan(one, cursor, 1000)
+                keys += more
+            assert keys == []
         for number in range(4, 8):
             store.put(b"%d" % number, b"new", one, parent=b"p" * 32)
         store.clear(999)
@@ -465,7 +460,7 @@ class StoreConformance(ABC):
 
     def test_a_cursor_reveals_nothing_about_other_tenants(self) -> None:
         store = self.drive(1 << 24, Clock())
-        one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
+        one, two = (store.tenant(name) for name in ("one", "two"))
 
         def cursors() -> list[int]:
             for number in range(50):
@@ -540,13 +535,12 @@ class StoreConformance(ABC):
         store = self.drive(1 << 24, Clock())
         for size in (0, 100, 40_000, 3 << 20):
             buffer = store.call(store.store.allocate, size, lambda: None)
-            assert buffer is not None and len(buffer) == size
+            assert len(buffer) == size
             buffer[:] = b"v" * size
             store.put(b"a", buffer)
             store.call(store.store.discard, buffer)
             assert store.value(b"a") == b"v" * size
             other = store.call(store.store.allocate, size, lambda: None)
-            assert other is not None
             store.call(store.store.discard, other)
 
     def test_any_sequence_of_calls_agrees_with_a_dictionary(self) -> None:
@@ -566,13 +560,10 @@ class StoreMachine(RuleBasedStateMachine):
 
     suite: StoreConformance
 
-    def cost(self, key: bytes, size: int) -> int:
-        return self.suite.cost(key, size)
-
     @initialize()
     def begin(self) -> None:
         self.clock = Clock()
-        self.budget_bytes = 4 * self.cost(b"a", 500)
+        self.budget_bytes = 4 * self.suite.cost(b"a", 500)
         self.store = Driver(self.suite.make(self.budget_bytes, self.clock))
         self.model: dict[bytes, tuple[bytes, int | None]] = {}
         self.held: list[tuple[Reading, bytes]] = []
@@ -590,7 +581,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             self.store.put(key, value, expires_at_ms=expires)
         except OutOfBudgetError:
-            assert self.cost(key, size) > self.budget_bytes or self.held
+            assert self.suite.cost(key, size) > self.budget_bytes or self.held
             return
         self.model[key] = (value, expires)
 
@@ -655,7 +646,7 @@ class StoreMachine(RuleBasedStateMachine):
             return
         _, keys = self.store.scan(0, 100)
         statistics = self.store.statistics()
-        live = sum(self.cost(key, len(self.model[key][0])) for key in keys)
+        live = sum(self.suite.cost(key, len(self.model[key][0])) for key in keys)
         assert statistics.used_bytes == live + statistics.held_bytes
         assert statistics.used_bytes <= self.budget_bytes and statistics.keys == len(keys) == self.store.count()
         if not self.held:

@@ -9,7 +9,7 @@ from machine import wait_for
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import Statistics
 from shadowserve.pool.types import Item, Lease
-from shadowserve.pool.volume.tickets import BusyError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, Ticket, when_settled
 
 T = TypeVar("T")
 
@@ -78,10 +78,7 @@ class Change:
     def __init__(self, driver: "Driver", ticket: Ticket | None) -> None:
         self._driver = driver
         self.outcomes: list[Exception | None] = []
-        if ticket is None:
-            self.outcomes.append(None)
-        else:
-            ticket.then(self.outcomes.append)
+        when_settled(ticket, self.outcomes.append)
 
     def wait(self) -> Exception | None:
         """Return the error, or None once it is durable."""
@@ -190,6 +187,9 @@ class Driver:
         result = self.call(function, *arguments)
         self.settle(self.call(self.store.barrier))
         return result
+
+    def tenant(self, name: str) -> int:
+        return self.call(self.store.tenant, name)
 
     def scan(self, cursor: int, count: int, tenant: int = 0) -> tuple[int, list[bytes]]:
         return self.call(self.store.scan, tenant, cursor, count)

@@ -55,7 +55,7 @@ def store_for_tenants(node: Node, count: int, partition: int, label: str = "of")
     before = node.cold().written_objects
     for number in range(count):
         chain = Chain(f"{label} {number}", 1, partition=partition)
-        node.store_chain(chain, node.call(node.store.tenant, f"tenant-{number}"))
+        node.store_chain(chain, node.tenant(f"tenant-{number}"))
     node.await_written(before + count)
 
 
@@ -148,8 +148,7 @@ def test_two_nodes_that_claim_a_partition_merge_its_index_without_loss(bucket: F
         return Answer(after=gate) if asked.operation == "delete" and asked.name == first else None
 
     bucket.fault = one_deletes_late
-    both = [open_node(serves=HOME.__eq__), open_node(serves=HOME.__eq__)]
-    for node in both:
+    for node in [open_node(serves=HOME.__eq__), open_node(serves=HOME.__eq__)]:
         node.await_known(40)
     gate.set()
     wait_for(lambda: not before & index_objects(bucket).keys())

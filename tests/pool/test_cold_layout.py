@@ -12,7 +12,6 @@ from shadowserve.pool.cold.layout import (
     Place,
     finish,
     footer_bytes,
-    name_of,
     parse_footer,
     parse_name,
 )
@@ -58,12 +57,12 @@ def test_every_changed_byte_of_a_footer_is_detected() -> None:
 
 @pytest.mark.parametrize("tenant", ["", "team-a", "we/..%2F=x", "!~" * 64])
 def test_a_name_contains_the_tenant_and_is_a_plain_path(tenant: str) -> None:
-    name = name_of(tenant, [b"k" * 32])
+    name, other = (Contents.of(tenant, 200, [(key * 32, Place(0, 100, 10))]).name for key in (b"k", b"l"))
     parts = parse_name(name)
     assert parts.tenant == tenant
     assert name.count("/") == 2 and parts.partition == partition_of(b"k" * 32)
     assert all(each.isalnum() or each in "_-=/." for each in name)
-    assert name_of(tenant, [b"l" * 32]) != name
+    assert other != name
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from cold_support import MIB, Chain, Node, Opens, written
-from faulty_s3 import Answer, Asked, FaultyS3
+from faulty_s3 import Answer, FaultyS3
 from machine import wait_for
 
 from shadowserve.pool.cold import reads
@@ -38,17 +38,9 @@ def read_range(node: Node, key: bytes, start: int, end: int) -> Callable[[], byt
 def test_a_range_and_all_of_a_record_that_wait_together_are_read(bucket: FaultyS3, open_node: Opens) -> None:
     chain = Chain("both", 4)
     node = reader(open_node, chain)
-    gate, asked = threading.Event(), threading.Event()
-
-    def slow(of: Asked) -> Answer | None:
-        if of.operation != "get":
-            return None
-        asked.set()
-        return Answer(after=gate)
-
-    bucket.fault = slow
+    gate, before = bucket.hold("get"), bucket.count("get")
     first = node.open(chain.keys[0])
-    assert first is not None and asked.wait(20)
+    wait_for(lambda: bucket.count("get") > before)
     part, whole = read_range(node, chain.keys[2], 0, 100), node.open(chain.keys[2])
     gate.set()
     assert part() == chain.values[2][:100]

@@ -1,11 +1,10 @@
 """Tenants of one bucket: shares of its bytes and of known records, and turns of reads and writes."""
 
-import threading
 import tracemalloc
 
 import pytest
-from cold_support import MIB, Chain, Node, Opens
-from faulty_s3 import Answer, Asked, FaultyS3
+from cold_support import MIB, Chain, Opens
+from faulty_s3 import FaultyS3
 from machine import wait_for
 from store_driver import taken
 
@@ -18,10 +17,6 @@ from shadowserve.pool.cold.layout import Contents, Place
 from shadowserve.pool.cold.shares import Shares, most_beyond
 
 MINE = Chain("mine", 12)
-
-
-def tenant(node: Node, name: str) -> int:
-    return node.call(node.store.tenant, name)
 
 
 def object_of(tenant: str, label: str, records: int = 1) -> Contents:
@@ -90,13 +85,11 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     settings = {"memory_budget_bytes": 256 * MIB, "bytes_max": 64 * MIB, "quotas": quotas}
     node = open_node(**settings)
     second = open_node(**settings)
-    node.store_chain(MINE, tenant(node, "modest"))
+    node.store_chain(MINE, node.tenant("modest"))
     node.await_known(12)
     modest = set(bucket.objects)
-    greedy = tenant(node, "greedy")
-    for number in range(12):
-        node.store_chain(Chain(f"greedy {number}", 8, MIB), greedy)
-        node.await_written(number + 2)
+    greedy = node.tenant("greedy")
+    node.write_chains((Chain(f"greedy {number}", 8, MIB) for number in range(12)), greedy)
     wait_for(lambda: sum(map(len, list(bucket.objects.values()))) <= 64 * MIB)
     node.await_listed()
     second.await_listed()
@@ -104,8 +97,8 @@ def test_a_sweep_deletes_objects_of_the_tenant_beyond_its_share(
     assert any("/tgreedy/" in name for name in bucket.objects), "a tenant must get the space that others do not need"
     other = open_node(**settings)
     wait_for(lambda: other.cold().objects == len(bucket.objects))
-    assert other.read_chain(MINE, tenant(other, "modest")) == MINE.values
-    oldest, newest = (other.peek(Chain(f"greedy {n}", 1, MIB).keys[0], tenant(other, "greedy")) for n in (0, 11))
+    assert other.read_chain(MINE, other.tenant("modest")) == MINE.values
+    oldest, newest = (other.peek(Chain(f"greedy {n}", 1, MIB).keys[0], other.tenant("greedy")) for n in (0, 11))
     assert oldest is None and newest is not None
     assert node.cold().swept_objects + second.cold().swept_objects >= 5
 
@@ -115,16 +108,13 @@ def test_after_a_restart_each_tenant_has_its_share_of_known_records(bucket: Faul
     mine, *others = (Chain(label, 8, MIB // 8) for label in ("mine", *(f"greedy {number}" for number in range(10))))
     # The last record of a chain fills its object; no time ends one before.
     node = open_node(gather_s=600.0, object_bytes=MIB)
-    node.store_chain(mine, tenant(node, "modest"))
-    node.await_written(1)
-    for number, chain in enumerate(others):
-        node.store_chain(chain, tenant(node, "greedy"))
-        node.await_written(number + 2)
+    node.write_chains([mine], node.tenant("modest"))
+    node.write_chains(others, node.tenant("greedy"))
     again = open_node(chunks_max=24)
     again.await_known(24)
-    assert again.read_chain(mine, tenant(again, "modest")) == mine.values
+    assert again.read_chain(mine, again.tenant("modest")) == mine.values
     newest = others[-1]
-    assert again.read_chain(newest, tenant(again, "greedy")) == newest.values
+    assert again.read_chain(newest, again.tenant("greedy")) == newest.values
     assert again.cold().left_out_objects == 8
     again.await_listed()
     asked = bucket.count("get")
@@ -156,14 +146,8 @@ def test_the_catalog_counts_a_record_of_two_objects_once() -> None:
     assert (catalog.chunks, catalog.objects) == (3, 2)
     assert catalog.add(object_of("b", "x", 2), 0.0)
     found = catalog.find("a", keys[0])
-    assert (
-        catalog.chunks == 4
-        and found is not None
-        and found.digest.hex() in two.name
-        and catalog.find("a", keys[1]) is None
-    )
-    listed = Listed(one.name, 500, 1.0)
-    assert not catalog.wants(listed, one.parts)
+    assert catalog.chunks == 4 and found.digest.hex() in two.name and catalog.find("a", keys[1]) is None
+    assert not catalog.wants(Listed(one.name, 500, 1.0), one.parts)
 
 
 # ---- Turns
@@ -215,39 +199,27 @@ def test_a_flood_of_reads_causes_no_miss_for_another_tenant(bucket: FaultyS3, op
     """Symptom: a tenant's read waited behind all reads of another, and was a miss after timeout_s."""
     writer = open_node()
     floods = [Chain(f"flood {number}", 12) for number in range(20)]
-    for number, chain in enumerate([*floods, MINE]):
-        writer.store_chain(chain, tenant(writer, "modest" if chain is MINE else "greedy"))
-        writer.await_written(number + 1)
+    writer.write_chains(floods, writer.tenant("greedy"))
+    writer.write_chains([MINE], writer.tenant("modest"))
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=60.0)
     node.await_known(252)
-    modest, greedy = tenant(node, "modest"), tenant(node, "greedy")
-    first, gate = threading.Event(), threading.Event()
-    order: list[str] = []
-
-    def slow(asked: Asked) -> Answer | None:
-        if asked.operation != "get":
-            return None
-        order.append(asked.name.split("/")[2])
-        first.set()
-        return Answer(after=gate)
-
-    bucket.fault = slow
+    modest, greedy = node.tenant("modest"), node.tenant("greedy")
+    gate, before = bucket.hold("get"), bucket.count("get")
     flooding = [node.open(key, tenant=greedy) for chain in floods for key in chain.keys]
-    assert first.wait(60)
+    wait_for(lambda: bucket.count("get") > before)
     mine = [node.open(key, tenant=modest) for key in MINE.keys]
     gate.set()
     assert taken(mine) == MINE.values
     taken(flooding)
-    assert "tmodest" in order[:3], "only running reads and one turn may come before"
+    order = [asked.name.split("/")[2] for asked in bucket.asked if asked.operation == "get"]
+    assert "tmodest" in order[before : before + 3], "only running reads and one turn may come before"
 
 
 def test_queued_reads_that_time_out_do_not_count_as_failures_of_the_bucket(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: too many reads of one tenant made the bucket count as down, and all reads of others were misses."""
     writer = open_node()
     chains = [Chain(f"chain {number}", 4) for number in range(8)]
-    for number, chain in enumerate(chains):
-        writer.store_chain(chain)
-        writer.await_written(number + 1)
+    writer.write_chains(chains)
     node = open_node(index_ttl_s=3600.0, reads_at_once=1, timeout_s=0.5)
     node.await_known(32)
     gate = bucket.hold("get")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 from cold_support import MIB, Chain, Node, Opens, nodes, written
-from faulty_s3 import LIES, Answer, Asked, FaultyS3, faulty_s3
+from faulty_s3 import LIES, Answer, Asked, Fault, FaultyS3, faulty_s3
 from machine import drive, wait_for
 
 from shadowserve.errors import ConfigurationError
-from shadowserve.keys import storage_key
 from shadowserve.placement import partition_of
 from shadowserve.pool.cold.gathering import Gathering
 
@@ -32,6 +31,12 @@ def reader(open_node: Opens, **keys: object) -> Node:
     return other
 
 
+def endless_list(bucket: FaultyS3) -> Fault:
+    """Return a fault of lists: each page has another continuation."""
+    page = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
+    return lambda asked: Answer(200, body=(page % len(bucket.asked)).encode()) if asked.operation == "list" else None
+
+
 # ---- Purpose
 
 
@@ -41,11 +46,9 @@ def test_an_empty_node_serves_records_of_another_node(bucket: FaultyS3, open_nod
     assert other.read_chain(CHAIN) == CHAIN.values
     assert bucket.count("get") - asked <= 6, "neighbouring records must share a few range requests"
     assert other.cold().read_records == 12
-    requests = len([each for each in bucket.asked if each.operation != "list"])
+    requests = [each for each in bucket.asked if each.operation != "list"]
     assert other.read_chain(CHAIN) == CHAIN.values
-    assert len([each for each in bucket.asked if each.operation != "list"]) == requests, (
-        "read records must stay in the node"
-    )
+    assert [each for each in bucket.asked if each.operation != "list"] == requests, "read records must stay in the node"
 
 
 def test_a_chain_becomes_few_objects_and_lookups_need_no_request(bucket: FaultyS3, open_node: Opens) -> None:
@@ -63,28 +66,12 @@ def test_a_chain_becomes_few_objects_and_lookups_need_no_request(bucket: FaultyS
 def test_interleaved_chains_go_into_separate_objects(bucket: FaultyS3, open_node: Opens) -> None:
     one, two = Chain("one", 16, 1 << 17), Chain("two", 16, 1 << 17)
     node = open_node(gather_s=600.0, object_bytes=2 * MIB)
-    for first, second in zip(one.records, two.records, strict=True):
-        for name, value, header_bytes, parent in (first, second):
-            node.put(b"kv:" + name.hex().encode(), value, header_bytes=header_bytes, parent=parent)
+    for both in zip(one.records, two.records, strict=True):
+        node.store_records(both)
     node.await_written(0)
     wait_for(lambda: len(bucket.objects) == 2)
     bodies = list(bucket.objects.values())
     assert [sum(value in body for value in one.values) for body in bodies] in ([16, 0], [0, 16])
-
-
-def test_write_evicted_writes_only_when_there_is_no_room(bucket: FaultyS3, open_node: Opens) -> None:
-    node = open_node(write="evicted", memory_budget_bytes=2 * MIB)
-    long = Chain("long", 40, 1 << 16)
-    for name, value, header_bytes, parent in long.records[:4]:
-        node.put(storage_key(name), value, header_bytes=header_bytes, parent=parent)
-    node.await_listed()
-    assert not bucket.objects and node.cold().waiting_records == 4
-    for name, value, header_bytes, parent in long.records[4:]:
-        node.put(storage_key(name), value, header_bytes=header_bytes, parent=parent)
-    statistics = node.statistics()
-    assert statistics.evicted_keys and node.cold().held_back and not node.cold().missed_records
-    assert node.cold().written_objects <= 10, "consecutive records must share an object"
-    assert node.read_chain(long) == long.values
 
 
 @pytest.mark.parametrize("how", ["slow", "refusing"])
@@ -108,16 +95,16 @@ def test_write_evicted_waits_for_an_unwritable_bucket_until_its_deadline(
 
 def test_tenants_do_not_find_each_others_records(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node()
-    team, odd = node.call(node.store.tenant, "team-a"), node.call(node.store.tenant, "we/..%2F=x")
+    team, odd = node.tenant("team-a"), node.tenant("we/..%2F=x")
     node.store_chain(CHAIN, team)
     node.store_chain(Chain("theirs", 2), odd)
     node.await_written(2)
     other = open_node()
     other.await_known(14)
-    others = other.call(other.store.tenant, "team-b"), other.call(other.store.tenant, "team-a")
+    others = other.tenant("team-b"), other.tenant("team-a")
     assert other.read_chain(CHAIN, others[0]) == [None] * 12 == other.read_chain(CHAIN)
     assert other.read_chain(CHAIN, others[1]) == CHAIN.values
-    assert other.read_chain(Chain("theirs", 2), other.call(other.store.tenant, "we/..%2F=x")) is not None
+    assert other.read_chain(Chain("theirs", 2), other.tenant("we/..%2F=x")) is not None
 
 
 def test_two_nodes_write_the_same_chain_once(bucket: FaultyS3, open_node: Opens) -> None:
@@ -188,7 +175,7 @@ def test_a_refused_deletion_is_an_error_and_is_repeated_later(bucket: FaultyS3, 
 
 def test_a_removal_ends_at_its_deadline_and_does_not_block_another_tenant(bucket: FaultyS3, open_node: Opens) -> None:
     node = open_node(gather_s=0.3, timeout_s=0.5)
-    modest, short = node.call(node.store.tenant, "modest"), Chain("short", 1)
+    modest, short = node.tenant("modest"), Chain("short", 1)
     node.store_chain(CHAIN)
     node.store_chain(short, modest)
     node.await_known(13)
@@ -262,13 +249,13 @@ def test_a_removed_record_does_not_return_by_a_footer_read_before(bucket: Faulty
 
 def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket: FaultyS3, open_node: Opens) -> None:
     writer = open_node()
-    mine, theirs = (writer.call(writer.store.tenant, name) for name in ("mine", "theirs"))
+    mine, theirs = (writer.tenant(name) for name in ("mine", "theirs"))
     writer.store_chain(CHAIN, mine)
     writer.store_chain(CHAIN, theirs)
     writer.await_written(2)
     bucket.fault = lambda asked: Answer(503, "SlowDown") if asked.operation == "list" else None
     other = open_node()
-    mine_there = other.call(other.store.tenant, "mine")
+    mine_there = other.tenant("mine")
     wait_for(lambda: other.cold().failed_reads)
     bucket.fault = lambda asked: None
     other.clear(mine_there)
@@ -278,11 +265,8 @@ def test_clearing_a_tenant_deletes_exactly_its_objects_even_unknown_ones(bucket:
 def test_the_flushes_of_a_tenant_do_not_block_the_removals_of_others(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: FLUSHDB on four connections, also of a tenant without objects, made each DEL of others an error."""
     node = filled(open_node)
-    idle = node.call(node.store.tenant, "idle")
-    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
-    bucket.fault = lambda asked: (
-        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
-    )
+    idle = node.tenant("idle")
+    bucket.fault = endless_list(bucket)
     for _ in range(5):
         node.call(lambda: (node.store.clear(idle), node.store.barrier()))
     assert node.remove(CHAIN.keys[0]), "while the bucket is listed"
@@ -296,8 +280,8 @@ def test_values_with_an_expiry_or_without_a_header_are_not_written_and_replace_t
     bucket: FaultyS3, open_node: Opens
 ) -> None:
     node = filled(open_node)
-    name, value, header_bytes, _ = Chain("short", 1).records[0]
-    node.put(b"kv:" + name.hex().encode(), value, header_bytes=header_bytes, expires_at_ms=1 << 50)
+    short = Chain("short", 1)
+    node.put(short.keys[0], short.values[0], header_bytes=short.records[0][2], expires_at_ms=1 << 50)
     node.put(b"plain", b"text" * 1000)
     node.await_listed()
     assert len(bucket.objects) == 1
@@ -355,12 +339,9 @@ def test_removal_deletes_an_object_that_could_not_be_read(bucket: FaultyS3, open
 def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, open_node: Opens) -> None:
     """Symptom: FLUSHALL was never answered, because each page had another continuation."""
     node = filled(open_node)
-    endless = "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>%d</NextContinuationToken>"
     other = open_node(list_timeout_s=0.3)
     other.await_known(12)
-    bucket.fault = lambda asked: (
-        Answer(200, body=(endless % len(bucket.asked)).encode()) if asked.operation == "list" else None
-    )
+    bucket.fault = endless_list(bucket)
     wait_for(lambda: other.cold().failing_s)
     assert not other.cold().up and "no end" in other.cold().last_error
     assert other.read_chain(CHAIN) == CHAIN.values, "known objects must be readable"
@@ -574,11 +555,7 @@ def test_a_record_stored_twice_is_gathered_once() -> None:
         gathering.add((0, b"a"), key_of(b"a"), b"", 10, 0.0)
     gathering.add((0, b"b"), key_of(b"b"), key_of(b"a"), 10, 0.0)
     batch = gathering.take(0.0, hurry=True)
-    assert (
-        batch is not None
-        and [key for _, key in batch.records] == [key_of(b"a"), key_of(b"b")]
-        and gathering.waiting == 0
-    )
+    assert [key for _, key in batch.records] == [key_of(b"a"), key_of(b"b")] and gathering.waiting == 0
 
 
 def test_a_prioritized_sequence_is_taken_next() -> None:
@@ -599,7 +576,6 @@ def test_a_batch_has_records_of_one_partition() -> None:
     for parent, key in zip([b"", *keys], keys, strict=False):
         gathering.add((0, key), key, parent, 10, 0.0)
     batches = [gathering.take(6.0), gathering.take(6.0)]
-    assert [[key for _, key in batch.records] for batch in batches if batch] == [
-        [key for key in keys if partition_of(key) == partition] for partition in (0, 1)
-    ]
+    of_each = [[key for key in keys if partition_of(key) == partition] for partition in (0, 1)]
+    assert [[key for _, key in batch.records] for batch in batches] == of_each
     assert gathering.take(6.0) is None and gathering.waiting == 0

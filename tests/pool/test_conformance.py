@@ -33,7 +33,7 @@ class TestPoolOfMemory(StoreConformance):
     def test_held_values_count_against_their_own_tenants_quota_only(self) -> None:
         size = self.cost(b"a", 1000)
         store = self.drive(20 * size, Clock())
-        one, two = (store.call(store.store.tenant, name) for name in ("one", "two"))
+        one, two = (store.tenant(name) for name in ("one", "two"))
         for tenant in (one, two):
             store.call(store.store.set_quota, tenant, 4 * size, None)
         held = []
@@ -59,14 +59,10 @@ class TestPoolOfMemory(StoreConformance):
         assert store.keys(one) == {b"a", b"b"}
 
     def test_objects_max_reserves_index_entries_for_a_larger_budget(self) -> None:
-        store = self.drive_pool(MIB, objects_max=5_000)
+        store = Driver(MemoryPool(configuration(memory_budget_bytes=MIB, objects_max=5_000), measure=False))
         store.call(store.store.follow, configuration(memory_budget_bytes=8 * MIB))
         store.put_each(range(5_000), b"")
         assert store.count() == 5_000 and store.statistics().evicted_keys == 0
-
-    @staticmethod
-    def drive_pool(memory_budget_bytes: int, **keys: int) -> Driver:
-        return Driver(MemoryPool(configuration(memory_budget_bytes=memory_budget_bytes, **keys), measure=False))
 
     def test_held_values_are_not_evicted(self) -> None:
         store = self.drive(2 * self.cost(b"a", 1000), Clock())

@@ -112,9 +112,7 @@ def test_unneeded_entries_are_evicted_first_then_the_last_request_from_its_end(m
     assert tier.evict() is None
 
 
-def test_a_shared_key_is_kept_for_the_earliest_request_that_needs_it(
-    make: Callable[[int], Tier],
-) -> None:
+def test_a_shared_key_is_kept_for_the_earliest_request_that_needs_it(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     for key in KEYS[:3]:
         tier.put(key, 1)
@@ -145,9 +143,7 @@ def test_an_expired_request_keeps_nothing(make: Callable[[int], Tier]) -> None:
     assert slot and tier.index.read(slot).key == KEYS[0]
 
 
-def test_publishing_again_holds_entries_that_came_since(
-    make: Callable[[int], Tier],
-) -> None:
+def test_publishing_again_holds_entries_that_came_since(make: Callable[[int], Tier]) -> None:
     tier = make(1 << 30)
     tier.next_use.publish("waits", 1, KEYS[:2], LATER_S)
     tier.put(KEYS[0], 1)

@@ -3,24 +3,20 @@
 from typing import Any
 
 import pytest
-from pool_support import chunk, drop_copies, entry_of, key_of, start_pool
-from simulated_device import SimulatedDevice
-from store_driver import Clock, Driver
+from pool_support import chunk, drop_copies, entry_of, start_pool
+from store_driver import Driver
+
+from shadowserve.keys import storage_key
 
 CHAIN = [chunk(number) for number in range(6)]
 LENGTHS = [10_000 + number for number in range(6)]
 
 
-def start(count: int = 1, **keys: Any) -> tuple[Driver, list[SimulatedDevice], Clock]:
-    clock = Clock()
-    return *start_pool(count, clock_ms=clock, **keys), clock
-
-
 def stored(pool: Driver) -> list[tuple[int, int]]:
     """Store the chain; return device and extent of each."""
-    changes = [pool.put_soon(key_of(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
+    changes = [pool.put_soon(storage_key(name), b"x" * length) for name, length in zip(CHAIN, LENGTHS, strict=True)]
     assert {change.wait() for change in changes} == {None}
-    entries = [entry_of(pool, key_of(name)) for name in CHAIN]
+    entries = [entry_of(pool, storage_key(name)) for name in CHAIN]
     return [(entry.device, entry.extent) for entry in entries]
 
 
@@ -37,14 +33,14 @@ def used(pool: Driver) -> int:
 
 
 def test_a_chain_is_lent_in_place_several_times() -> None:
-    pool, _, clock = start(2)
+    pool, _ = start_pool(2)
     places = stored(pool)
     assert {device for device, _ in places} == {0, 1}
-    clock.now_ms += 50_000
+    pool.clock.now_ms += 50_000
     first, second = lend(pool), lend(pool)
     assert [(place.device, place.extent) for place in first] == places and used(pool) == len(CHAIN)
     accessed = [pool.store._index.get(0, name)[1].accessed_s for name in CHAIN]
-    assert accessed == [clock.now_ms // 1000] * len(CHAIN)
+    assert accessed == [pool.clock.now_ms // 1000] * len(CHAIN)
     give_back(pool, first)
     assert used(pool) == len(CHAIN), "the other device must have all records"
     give_back(pool, second)
@@ -53,16 +49,16 @@ def test_a_chain_is_lent_in_place_several_times() -> None:
 
 @pytest.mark.parametrize("why", ["absent", "length", "expired", "cleared", "not durable", "gone"])
 def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
-    pool, devices, clock = start(2)
-    places, third = stored(pool), key_of(CHAIN[2])
+    pool, devices = start_pool(2)
+    places, third = stored(pool), storage_key(CHAIN[2])
     expected, lengths = 2, list(LENGTHS)
     if why == "absent":
         pool.remove(third)
     elif why == "length":
         lengths[2] += 1
     elif why == "expired":
-        pool.set_expiry(third, clock.now_ms + 1)
-        clock.now_ms += 1
+        pool.set_expiry(third, pool.clock.now_ms + 1)
+        pool.clock.now_ms += 1
     elif why == "cleared":
         core = pool.store._core
         core.step_clears = lambda looks: 0
@@ -89,14 +85,14 @@ def test_lending_ends_before_the_first_unavailable_record(why: str) -> None:
 
 
 def test_records_in_memory_alone_are_not_lent() -> None:
-    pool, _, _ = start(2, admission="second_hit")
+    pool, _ = start_pool(2, admission="second_hit")
     stored(pool)
     assert lend(pool, list(LENGTHS)) == []
     assert used(pool) == 1, "lending counts as a use, which writes the first record to a device"
 
 
 def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
-    pool, _, _ = start()
+    pool, _ = start_pool()
     pool.put(b"name", b"x" * 100)
     key = entry_of(pool, b"name").key
     assert pool.call(pool.store.lend_extents, [key], [100]) == []
@@ -104,7 +100,7 @@ def test_a_named_key_with_a_chunks_digest_is_not_lent() -> None:
 
 @pytest.mark.parametrize("change", ["remove", "evict", "rewrite", "clear"])
 def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
-    pool, _, _ = start()
+    pool, _ = start_pool()
     places = stored(pool)
     disk = pool.store._core.disks[0]
     lent = lend(pool)
@@ -114,7 +110,7 @@ def test_a_lent_extent_is_not_reused_before_it_is_returned(change: str) -> None:
         with pool.lock:
             for name in CHAIN:
                 if change == "remove":
-                    assert pool.store.remove((0, key_of(name)))
+                    assert pool.store.remove((0, storage_key(name)))
                 elif change == "evict":
                     assert pool.store._space.evict(cause="budget")
             if change == "clear":

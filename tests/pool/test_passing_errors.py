@@ -11,13 +11,13 @@ from pool_support import configuration, drop_copies, file_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Driver
 from test_pool_faults import place_of
-from volume_support import Store, device_of, index_key
+from volume_support import Store, device_of, index_key, layout_of
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
 from shadowserve.pool.device_pool import DevicePool
 from shadowserve.pool.volume import block_reader
-from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout, Superblock
+from shadowserve.pool.volume.format import BLOCK_BYTES, SUPERBLOCK_OFFSETS, Layout
 from shadowserve.pool.volume.verification import verify_volume
 
 PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
@@ -34,9 +34,8 @@ def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:
     store = Store(device_of())
     for number in range(count):
         store.keep(index_key(b"%d" % number), b"%d" % number * 2000)
-    device = store.simulated.restart()
-    superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES))
-    return device, superblock.layout
+    device = store.device.restart()
+    return device, layout_of(device)
 
 
 def check_all(device: SimulatedDevice, count: int = 12) -> None:
@@ -52,10 +51,8 @@ def check_all(device: SimulatedDevice, count: int = 12) -> None:
 def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) -> None:
     """Symptom: one EIO made a block look like a gap, or the log's end; the records behind it were dropped."""
     device, layout = filled()
-    for first in layout.log_firsts:
-        device.fail(
-            OperationKind.READ, error=error, times=None, first_block=first + which, last_block=first + which + 1
-        )
+    for block in (first + which for first in layout.log_firsts):
+        device.fail(OperationKind.READ, error=error, times=None, first_block=block, last_block=block + 1)
     with pytest.raises(OSError, match=os.strerror(error)):
         Store(device)
     findings = [finding.what for finding in verify_volume(device).findings]
@@ -65,19 +62,14 @@ def test_an_unreadable_block_of_the_log_drops_nothing(which: int, error: int) ->
 
 
 def test_an_unreadable_snapshot_drops_nothing() -> None:
-    store = Store(device_of())
-    device = store.simulated
-    for number in range(12):
-        store.keep(index_key(b"%d" % number), b"%d" % number * 2000)
+    store = Store(filled()[0])
     for turn in range(3):  # so that the log wraps around once
         for _ in range(60):
             store.expire(index_key(b"1"), 4_000_000_000_000 + turn)
             store.drain()
-        store.volume.snapshot()
-        store.drain()
-    device = device.restart()
-    superblock = Superblock.unpack(device.peek(0, BLOCK_BYTES))
-    for first in superblock.layout.snapshot_firsts:
+        store.snapshot()
+    device = store.device.restart()
+    for first in layout_of(device).snapshot_firsts:
         device.fail(OperationKind.READ, times=None, first_block=first + 1, last_block=first + 2)
     with pytest.raises(OSError, match="cannot be read"):
         Store(device)
@@ -92,8 +84,7 @@ def test_an_unreadable_object_of_the_last_group_stays() -> None:
     store = Store(device)
     assert fault.met and store.volume.report.torn == 0
     store.drain()
-    device = device.restart()
-    check_all(device)
+    check_all(device.restart())
 
 
 @pytest.mark.parametrize("copies", [(0,), (1,), (0, 1)])
@@ -251,10 +242,11 @@ def test_a_test_of_an_extent_is_repeated_if_the_device_was_busy(kind: OperationK
     assert not pool.statistics().devices[0].quarantined_bytes
 
 
-def test_an_extent_that_fails_its_test_stays_out_of_use() -> None:
+@pytest.mark.parametrize("kind", [OperationKind.WRITE, OperationKind.READ])
+def test_an_extent_that_fails_its_test_stays_out_of_use(kind: OperationKind) -> None:
     pool, devices = start_pool()
     extent = quarantined(pool, devices) // BLOCK_BYTES
-    fault = devices[0].fail(OperationKind.WRITE, times=1, first_block=extent, last_block=extent + 20)
+    fault = devices[0].fail(kind, times=1, first_block=extent, last_block=extent + 20)
     pass_time(pool, 80)
     assert fault.met == 1
     pass_time(pool, 1000)
@@ -266,7 +258,7 @@ def test_tests_of_extents_use_a_bounded_part_of_a_device() -> None:
     for number in range(30):
         quarantined(pool, devices, b"%d" % number, 200_000)
     pass_time(pool, 59)
-    counted = devices[0].statistics().bytes
+    counted = devices[0].bytes
     before = counted[OperationKind.WRITE]
     pass_time(pool, 10)
     assert 0 < counted[OperationKind.WRITE] - before <= 12 * (256 << 10)

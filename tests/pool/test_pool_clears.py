@@ -1,8 +1,7 @@
 """Clears in progress, and power cuts during them."""
 
 import pytest
-from pool_support import disks_of, simulated_pool, start_pool
-from simulated_device import SimulatedDevice
+from pool_support import disks_of, reopened, start_pool
 from store_driver import Driver
 
 from shadowserve.pool.types import ENTRIES_PER_HOLD
@@ -17,19 +16,16 @@ def filled(pool: Driver, tenant: int = 0) -> None:
 
 def cut(pool: Driver) -> Driver:
     """Cut the power and start again."""
-    after = []
-    for disk in disks_of(pool):
-        assert isinstance(disk.volume.device, SimulatedDevice)
-        after.append(disk.volume.device.crash(torn=False, seed=1))
+    after = [disk.volume.device.crash(torn=False, seed=1) for disk in disks_of(pool)]
     pool.store.close()
-    return Driver(simulated_pool(after))
+    return reopened(*after)
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
 @pytest.mark.parametrize("everybodys", [False, True])
 def test_a_power_cut_during_a_clear_brings_no_entry_back(snapshot: bool, everybodys: bool) -> None:
     pool = start_pool(2)[0]
-    one = pool.call(pool.store.tenant, "one")
+    one = pool.tenant("one")
     filled(pool, one)
     pool.put(b"a", b"another's")
     core = pool.store._core
@@ -65,7 +61,7 @@ def test_a_queued_write_of_a_cleared_key_does_not_return() -> None:
 
 def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
     pool = start_pool()[0]
-    one = pool.call(pool.store.tenant, "one")
+    one = pool.tenant("one")
     filled(pool, one)
     pool.put(b"mine", b"x")
     pool.call(pool.store.set_budget, (MANY + 2) * 4096)
@@ -79,7 +75,7 @@ def test_cleared_entries_are_freed_before_others_are_evicted() -> None:
 
 def test_overlapping_clears_end() -> None:
     pool = start_pool(2)[0]
-    one, two = (pool.call(pool.store.tenant, name) for name in ("one", "two"))
+    one, two = (pool.tenant(name) for name in ("one", "two"))
     filled(pool, one)
     for number in range(20):
         pool.put(b"%d" % number, b"x", two)

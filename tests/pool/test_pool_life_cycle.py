@@ -2,29 +2,20 @@
 
 import logging
 import select
-from collections.abc import Callable
+import threading
 from pathlib import Path
 
 import pytest
 from machine import wait_for
-from pool_support import (
-    MIB,
-    chunk,
-    drop_copies,
-    entry_of,
-    file_pool,
-    key_of,
-    reopened,
-    start_pool,
-)
+from pool_support import MIB, chunk, drop_copies, entry_of, file_pool, reopened, start_pool
 from store_driver import Clock, Driver, taken
 
+from shadowserve.keys import storage_key
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError
 
 
 def in_memory(driver: Driver, key: bytes) -> bool:
-    item = driver.peek(key)
-    return item.value is not None
+    return driver.peek(key).value is not None
 
 
 def reads_of(driver: Driver) -> int:
@@ -34,9 +25,9 @@ def reads_of(driver: Driver) -> int:
 def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock = Clock()
     pool, devices = start_pool(2, clock_ms=clock)
-    one = pool.call(pool.store.tenant, "one")
+    one = pool.tenant("one")
     for number in range(20):
-        pool.put(key_of(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
+        pool.put(storage_key(chunk(number)), b"%d" % number * 5_000, parent=chunk(number - 1) if number else b"")
     pool.put(b"name \xff", b"of the default tenant", header_bytes=3)
     pool.put(b"name", b"of one", one)
     pool.put(b"", b"of the empty key")
@@ -54,14 +45,13 @@ def test_a_restart_keeps_objects_names_tenants_expiries_and_pins() -> None:
     clock.now_ms += 200
     pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
     assert pool.keys() == before - {b"short"} and pool.keys(one) == {b"name"}
-    assert pool.call(pool.store.tenant, "one") == one and pool.call(pool.store.tenant, "two") != one
+    assert pool.tenant("one") == one and pool.tenant("two") != one
     assert pool.value(b"name", tenant=one) == b"of one" and pool.value(b"twice") == b"second"
     assert pool.value(b"name \xff") == b"of the default tenant" and pool.statistics().record_bytes == 21
     assert pool.value(b"") == b"of the empty key"
     for number in range(20):
-        assert pool.value(key_of(chunk(number))) == b"%d" % number * 5_000
-    item = pool.peek(b"long")
-    assert item.expires_at_ms == clock.now_ms - 200 + 10**9
+        assert pool.value(storage_key(chunk(number))) == b"%d" % number * 5_000
+    assert pool.peek(b"long").expires_at_ms == clock.now_ms - 200 + 10**9
     assert pool.statistics().pinned_keys == 1
 
 
@@ -122,21 +112,18 @@ def test_reads_that_wait_for_memory_begin_eight_at_a_time_while_their_device_is_
         pool.put(key, value)
     drop_copies(pool)
     devices[0].automatic = False
-    readings = [(key, pool.open(key)) for key in values]
+    readings = {key: pool.open(key) for key in values}
     begun = len(devices[0].waiting)
     assert 32 < begun < len(values) - 32
     for released in range(1, 25):
         assert devices[0].complete() is not None
         pool.store.poll()
-        done = next(one for one in readings if one[1] is not None and one[1].finished)
-        assert done[1] is not None and done[1].wait() == values[done[0]]
-        done[1].release()
-        readings.remove(done)
+        key = next(key for key, reading in readings.items() if reading.finished)
+        assert taken([readings.pop(key)]) == [values[key]]
         assert len(devices[0].waiting) == begun - released % 8
     devices[0].automatic = True
-    for key, reading in readings:
-        assert reading.wait() == values[key]
-        reading.release()
+    for key, reading in readings.items():
+        assert taken([reading]) == [values[key]]
 
 
 @pytest.mark.parametrize("change", ["remove", "put", "clear", "evict", "make way"])
@@ -161,16 +148,15 @@ def test_an_entry_removed_during_a_read_is_read_completely_and_its_extent_is_fre
     elif change == "make way":  # another object takes its place in the index
         later = pool.put_soon(b"b", b"new" * 20_000)
     devices[0].automatic = True
-    assert reading.wait() == b"old" * 20_000
-    reading.release()
+    assert taken([reading]) == [b"old" * 20_000]
     assert later is None or later.wait() is None
     assert pool.value(b"a") == (b"new" * 20_000 if change == "put" else None)
     assert pool.value(b"b") == (b"new" * 20_000 if change == "make way" else None)
-    core = pool.store._core
+    core, cache = pool.store._core, pool.store._core.memory_cache
     disk = core.disks[0]
     pool.pump(lambda: not disk.is_freeing)
-    assert core.arenas.used_bytes == core.memory_cache.copy_bytes + core.memory_cache.kept_bytes
-    assert all(core.entry(slot) is not None for slot in core.memory_cache.slots())
+    assert core.arenas.used_bytes == cache.copy_bytes + cache.kept_bytes
+    assert all(core.entry(slot) is not None for slot in (*cache._kept, *cache._main, *cache._probation))
     assert disk.volume.free_blocks * 4096 == free + (0 if later is not None else 61_440 + 4_096)
 
 
@@ -228,8 +214,8 @@ def test_the_extent_of_an_object_that_was_evicted_for_its_own_successor_is_freed
 
 
 def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
-    clock = Clock()
-    pool, devices = start_pool(clock_ms=clock)
+    pool, devices = start_pool()
+    clock = pool.clock
     change = pool.put_soon(b"a", b"x")
     pool.call(pool.store.set_expiry, (0, b"a"), clock.now_ms + 10**8)
     devices[0].automatic = False
@@ -239,8 +225,7 @@ def test_expiry_and_pin_of_what_is_being_written_are_not_lost() -> None:
     assert change.wait() is None
     pool.settle(pool.call(pool.store.barrier))
     pool = reopened(*(device.restart() for device in devices), clock_ms=clock)
-    item = pool.peek(b"a")
-    assert item.expires_at_ms == clock.now_ms + 10**8
+    assert pool.peek(b"a").expires_at_ms == clock.now_ms + 10**8
     assert pool.statistics().pinned_keys == 1
 
 
@@ -287,12 +272,11 @@ def test_a_device_full_of_pinned_objects_refuses() -> None:
 def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     pool, devices = start_pool(write_bytes_under_way_max=1 * MIB)
     devices[0].automatic = False
-    called: list[int] = []
-    ready: Callable[[], None] = lambda: called.append(1)  # noqa: E731
-    first = pool.call(pool.store.allocate, 600_000, ready)
-    assert first is not None and pool.call(pool.store.allocate, 600_000, ready) is None
+    ready = threading.Event()
+    first = pool.call(pool.store.allocate, 600_000, ready.set)
+    assert first is not None and pool.call(pool.store.allocate, 600_000, ready.set) is None
     with pytest.raises(MemoryError, match="memory_budget_bytes"):
-        pool.call(pool.store.allocate, 8 * MIB, ready)
+        pool.call(pool.store.allocate, 8 * MIB, ready.set)
     change = pool.put_soon(b"a", first)
     del first
     with pytest.raises(BusyError) as busy:
@@ -300,7 +284,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
     assert pool.call(pool.store.settling, (0, b"a")) is not None and not change.outcomes
     devices[0].automatic = True
     assert change.wait() is None
-    pool.pump(lambda: called and busy.value.again.settled)
+    pool.pump(lambda: ready.is_set() and busy.value.again.settled)
     assert pool.call(pool.store.settling, (0, b"a")) is None
     assert pool.value(b"a", 0, 5) == bytes(5)
     pool.put(b"b", b"x" * 600_000)
@@ -310,7 +294,7 @@ def test_writers_wait_while_too_many_writes_are_in_progress() -> None:
 def test_an_abandoned_buffer_is_freed() -> None:
     pool, _ = start_pool()
     buffer = pool.call(pool.store.allocate, 2 * MIB, lambda: None)
-    assert buffer is not None
+    assert pool.statistics().memory_used_bytes
     del buffer  # its client has disconnected
     pool.store.poll()
     assert pool.statistics().memory_used_bytes == 0
@@ -321,20 +305,19 @@ def test_a_long_prefix_that_uses_all_memory_evicts_no_memory_only_object() -> No
     pool, _ = start_pool(bandwidths=[3 * MIB], memory_bandwidth=MIB, memory_homes=True)
     for number in range(16):
         value = bytes([number]) * 1_000_000
-        pool.put(key_of(chunk(number)), value, parent=chunk(number - 1) if number else b"")
+        pool.put(storage_key(chunk(number)), value, parent=chunk(number - 1) if number else b"")
     assert pool.statistics().devices[0].objects == 12
     drop_copies(pool)
-    readings = [pool.open(key_of(chunk(number))) for number in range(16)]
+    readings = [pool.open(storage_key(chunk(number))) for number in range(16)]
     for number, reading in enumerate(readings):
-        assert reading.wait() == bytes([number]) * 1_000_000
-        reading.release()
+        assert taken([reading]) == [bytes([number]) * 1_000_000]
     assert pool.statistics().evicted_keys == 0
 
 
 def test_colliding_keys_are_never_confused() -> None:
     pool, _ = start_pool()
     pool.put(b"name", b"by name")
-    forged = key_of(entry_of(pool, b"name").key)  # the chunk whose name is the digest of that key
+    forged = storage_key(entry_of(pool, b"name").key)  # the chunk whose name is the digest of that key
     assert pool.value(forged) is None and pool.value(b"name") == b"by name"
     pool.put(forged, b"by digest")
     assert pool.value(forged) == b"by digest" and pool.value(b"name") is None

@@ -1,10 +1,9 @@
 """Keys that move between devices: no older value returns, wherever a log ends."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pool_support import disks_of, entry_of, reopened, simulated_pool, start_pool
+from pool_support import disks_of, entry_of, reopened, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Change, Clock, Driver
 
@@ -16,7 +15,6 @@ POLLS = 24
 
 
 def device_of(disk: Disk) -> SimulatedDevice:
-    assert isinstance(disk.volume.device, SimulatedDevice)
     return disk.volume.device
 
 
@@ -44,24 +42,13 @@ def crash(pool: Driver, missing: tuple[int, ...] = ()) -> Driver:
     """Cut the power and start again without some devices."""
     after = [device_of(disk).crash(torn=False, seed=0) for disk in disks_of(pool)]
     pool.store.close()
-    return Driver(
-        simulated_pool([device for number, device in enumerate(after) if number not in missing], clock_ms=Clock())
-    )
+    return reopened(*(device for number, device in enumerate(after) if number not in missing))
 
 
 def survive_nothing(*disks: Disk) -> None:
-    """Simulate a power cut that loses all unflushed writes."""
+    """Let the next power cut lose all unflushed writes."""
     for disk in disks:
-        device_of(disk).crash = _cut(device_of(disk))
-
-
-def _cut(device: SimulatedDevice) -> Callable[..., SimulatedDevice]:
-    def crash(**_: Any) -> SimulatedDevice:
-        after = SimulatedDevice(device.capacity_bytes, seed=1, name=device.name)
-        after._durable = dict(device._durable)
-        return after
-
-    return crash
+        device_of(disk).forgets = True
 
 
 def stored(**keys: Any) -> tuple[Driver, Disk, Disk]:
@@ -86,9 +73,7 @@ def moved(**keys: Any) -> tuple[Driver, Disk, Disk, Change]:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(
-    missing: bool,
-) -> None:
+def test_a_value_replaced_on_another_device_does_not_return_after_its_successors_eviction(missing: bool) -> None:
     pool, _, second, change = moved()
     acknowledged = bool(change.outcomes)
     if not missing:
@@ -181,7 +166,7 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     pool.stop()
     devices = [device_of(disk).restart() for disk in disks_of(pool)]
     here = [device for number, device in enumerate(devices) if number != first.number]
-    pool = Driver(simulated_pool(here, clock_ms=Clock()))
+    pool = reopened(*here)
     avoid(pool, disks_of(pool)[1])
     here[1].automatic = False
     change = pool.put_soon(KEY, b"new")
@@ -192,7 +177,7 @@ def test_no_value_is_acknowledged_before_all_devices_log_that_one_is_missing() -
     survive_nothing(*disks_of(pool))
     after = [device_of(disk).crash() for disk in disks_of(pool)]
     pool.store.close()
-    pool = Driver(simulated_pool([devices[first.number], after[1]], clock_ms=Clock()))
+    pool = reopened(devices[first.number], after[1])
     assert pool.value(KEY) is None
 
 
@@ -205,14 +190,14 @@ def test_a_value_kept_in_memory_alone_is_not_acknowledged_while_an_older_one_may
     poll(pool)
     disk = home_of(pool)
     device_of(disk).automatic = False
-    admission = pool.store._core.admission
+    core = pool.store._core
     changes = []
     if between == "a removal":
         pool.call(pool.store.remove, (0, KEY))
     elif between == "a value on its way":
-        admission.policy = "all"
+        core.admission = "all"
         changes.append(pool.put_soon(KEY, b"newer"))
-    admission.admits = lambda tenant, key: False
+    core.admits = lambda tenant, key: False
     changes += [pool.put_soon(KEY, value) for value in (b"new", b"newest")]
     for _ in range(8):
         pool.store.poll()
@@ -270,10 +255,10 @@ def test_of_two_devices_used_without_each_other_the_later_one_wins() -> None:
         for turn, number in enumerate(order):
             for _ in range(3 - 2 * turn):  # the first device has more sessions
                 clock.now_ms += 60_000
-                pool = Driver(simulated_pool([devices[number]], clock_ms=clock))
+                pool = reopened(devices[number], clock_ms=clock)
                 pool.put(KEY, b"of %d" % turn)
                 pool.stop()
                 devices[number] = device_of(disks_of(pool)[0]).restart()
-        pool = Driver(simulated_pool(devices, clock_ms=clock))
+        pool = reopened(*devices, clock_ms=clock)
         assert pool.value(KEY) == b"of 1"
         pool.stop()

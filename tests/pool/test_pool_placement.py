@@ -5,24 +5,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from pool_support import (
-    DEVICE_BYTES,
-    MIB,
-    chunk,
-    configuration,
-    entry_of,
-    key_of,
-    simulated_devices,
-    simulated_pool,
-)
+from pool_support import DEVICE_BYTES, MIB, chunk, configuration, entry_of, reopened, simulated_pool, start_pool
 from simulated_device import SimulatedDevice
 from store_driver import Clock, Driver
 
 from shadowserve.block import OperationKind
 from shadowserve.errors import ConfigurationError
+from shadowserve.keys import storage_key
+from shadowserve.pool import opening
 from shadowserve.pool.arena import Arena, Arenas, memory_nodes
 from shadowserve.pool.disk import WriteBudget
 from shadowserve.pool.interleaver import BandwidthMeter, BandwidthShares, Interleaver
+from shadowserve.pool.volume.device import Pages
 from storage_kv.config import StorageConfig
 
 
@@ -67,10 +61,10 @@ def test_unavailable_devices_get_no_objects_and_others_keep_their_proportions() 
 
 
 def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
-    pool = Driver(simulated_pool(simulated_devices(3), bandwidths=[600, 300, 100], clock_ms=Clock()))
+    pool, _ = start_pool(3, bandwidths=[600, 300, 100])
     placed: Counter[int] = Counter()
     for number in range(300):
-        key = key_of(chunk(number))
+        key = storage_key(chunk(number))
         pool.put(key, b"x" * 30_000, parent=chunk(number - 1) if number else b"")
         placed[home_of(pool, key)] += 1
     assert abs(placed[0] - 180) <= 1.8 and abs(placed[1] - 90) <= 0.9 and abs(placed[2] - 30) <= 0.3
@@ -83,11 +77,10 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
 def test_objects_of_memorys_share_are_on_a_device_too_unless_memory_is_their_home(
     alone: bool, homes: dict[int, int]
 ) -> None:
-    given = {"bandwidths": [100, 100], "memory_bandwidth": 200, "memory_homes": alone, "clock_ms": Clock()}
-    pool = Driver(simulated_pool(simulated_devices(2), **given))
+    pool, _ = start_pool(2, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=alone)
     for number in range(64):
-        pool.put(key_of(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
-    assert Counter(home_of(pool, key_of(chunk(number))) for number in range(64)) == homes
+        pool.put(storage_key(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
+    assert Counter(home_of(pool, storage_key(chunk(number))) for number in range(64)) == homes
     assert pool.statistics().memory_share == 0.5 and (alone or pool.statistics().promotions == 32)
 
 
@@ -103,17 +96,14 @@ def test_a_full_device_is_avoided_and_then_evicts_its_oldest_object() -> None:
 
 
 def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> None:
-    clock = Clock()
-    options = [{"write_bytes_per_day": 1 * MIB}, {}]
-    given = simulated_devices(2)
-    pool = Driver(simulated_pool(given, options=options, clock_ms=clock))
+    clock, options = Clock(), [{"write_bytes_per_day": 1 * MIB}, {}]
+    pool, given = start_pool(2, options=options, clock_ms=clock)
     pool.put_each(range(60), b"x" * 60_000)
     first, second = pool.statistics().devices
     assert first.objects < 16 < second.objects and first.wear_refused and first.written_today_bytes <= 2 * MIB
     pool.stop()
     # The count of the day survives a restart.
-    again = [device.restart() for device in given]
-    pool = Driver(simulated_pool(again, options=options, clock_ms=clock))
+    pool = reopened(*(device.restart() for device in given), options=options, clock_ms=clock)
     assert pool.statistics().devices[0].written_today_bytes >= MIB / 2
     pool.put(b"more", b"x" * 60_000)
     assert home_of(pool, b"more") == 1
@@ -123,9 +113,7 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
-    given = simulated_devices(2)
-    clock = Clock()
-    pool = Driver(simulated_pool(given, clock_ms=clock))
+    pool, given = start_pool(2)
     pool.put(b"before", b"x" * 10_000)
     data = pool.store._core.disks[0].volume.superblock.layout.data_first
     given[0].fail(OperationKind.WRITE, first_block=data, times=1)
@@ -138,7 +126,7 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
         assert home_of(pool, b"later%d" % number) == 1
     states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
-    clock.now_ms += 2_000
+    pool.clock.now_ms += 2_000
     pool.put_each(range(10), b"x" * 10_000, name=b"trusted")
     assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
 
@@ -173,6 +161,17 @@ def test_bandwidth_is_measured_on_busy_devices_and_small_changes_keep_the_shares
     assert fixed.bytes_per_s == 5.0
 
 
+def test_a_measurement_that_fails_waits_for_all_of_its_reads() -> None:
+    """Symptom: after one failed read the memory of the others was given out while they still wrote into it."""
+    device, pages = SimulatedDevice(MIB, automatic=False), Pages(4 * 4096)
+    device.fail(OperationKind.READ)
+    device.completed = lambda: [device.complete()]
+    reads = [opening._operation(OperationKind.READ, number, 4096, pages.address) for number in range(4)]
+    with pytest.raises(OSError, match="Input/output"):
+        opening._run(device, reads)
+    assert not device.waiting
+
+
 def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:
     assert memory_nodes(tmp_path) == [0]
     (tmp_path / "has_memory").write_text("0-1,3\n")
@@ -186,7 +185,6 @@ def test_arenas_use_the_numa_nodes_with_memory(tmp_path: Path) -> None:
 def test_lent_memory_returns_with_its_last_view() -> None:
     arenas = Arenas(4 * MIB, [0, 0])
     buffer = arenas.take(10)
-    assert buffer is not None
     view = arenas.lend(buffer, 30_000)
     part = view[10:20]
     assert arenas.lent(view) is buffer and arenas.lent(part) is None and arenas.lent_bytes == 40_960
@@ -194,9 +192,7 @@ def test_lent_memory_returns_with_its_last_view() -> None:
     assert not arenas.settle()  # a view of it is in use
     del part
     assert arenas.settle() and arenas.used_bytes == arenas.lent_bytes == 0
-    buffer = arenas.take(1)
-    assert buffer is not None
-    view = arenas.lend(buffer, 100)
+    view = arenas.lend(arenas.take(1), 100)
     arenas.end_loan(view)
     arenas.end_loan(view)
     assert arenas.used_bytes == 0

@@ -272,26 +272,20 @@ def test_an_unreadable_object_is_a_finding() -> None:
     store = Store(device_of())
     for key, value in VALUES.items():
         store.keep(key, value)
-    store.volume.snapshot()
-    store.drain()
-    device = store.simulated.restart()
+    store.snapshot()
+    device = store.device.restart()
     device.fail(OperationKind.READ, times=None, first_block=store.volume.superblock.layout.data_first)
     findings = {finding.what for finding in verify_volume(device).findings}
     assert findings and all(each.startswith("it cannot be read: ") for each in findings)
 
 
-def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path) -> None:
-    """Symptom: with both superblocks zeroed, the server formatted the device."""
+@pytest.mark.parametrize(("offsets", "size"), [(SUPERBLOCK_OFFSETS, BLOCK_BYTES), ([0], 2 * MIB)])
+def test_a_volume_without_any_superblock_is_not_taken_for_empty(volume: Path, offsets: list[int], size: int) -> None:
+    """Symptom: with both superblocks zeroed, the server formatted the device. Objects show what it is."""
     with volume.open("r+b") as file:
-        for offset in SUPERBLOCK_OFFSETS:
+        for offset in offsets:
             file.seek(offset)
-            file.write(bytes(BLOCK_BYTES))
-    refused(volume, "a volume of ShadowServe")
-
-
-def test_a_volume_whose_first_megabytes_are_zeros_is_recognised_by_its_objects(volume: Path) -> None:
-    with volume.open("r+b") as file:
-        file.write(bytes(2 * MIB))
+            file.write(bytes(size))
     refused(volume, "a volume of ShadowServe")
 
 
@@ -334,9 +328,7 @@ def test_content_made_by_a_tool_is_not_formatted_over(tool: str, loop: Path) -> 
     refused(loop, {"mkfs.ext4": "ext", "mkfs.xfs": "XFS", "mkfs.btrfs": "Btrfs", "mkswap": "swap"}[tool])
 
 
-def test_an_old_second_superblock_does_not_endanger_a_new_file_system(
-    volume: Path,
-) -> None:
+def test_an_old_second_superblock_does_not_endanger_a_new_file_system(volume: Path) -> None:
     """Symptom: the copy at 1 MiB was sound, so the server 'repaired' the first one and overwrote the file system."""
     with volume.open("r+b") as file:
         file.write(bytes(BLOCK_BYTES))

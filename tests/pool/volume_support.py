@@ -22,7 +22,7 @@ from shadowserve.native import (
     object_units,
     seal_object,
 )
-from shadowserve.pool.volume.device import BlockDevice, Pages
+from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
@@ -32,7 +32,7 @@ from shadowserve.pool.volume.format import (
     object_fields,
     pack_record,
 )
-from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
+from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket, when_settled
 from shadowserve.pool.volume.volume import Volume
 
 POOL = bytes(range(16))
@@ -87,14 +87,13 @@ class Store:
         settled: Settled tickets in their order: (what, error).
     """
 
-    device: BlockDevice
+    device: Any  # a real or a simulated one
     seed: int = 0
-    objects_max: int = 4096
     settled: list[tuple[object, Exception | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         chance = random.Random(self.seed)
-        self.index = Index(self.objects_max, seed=self.seed)
+        self.index = Index(4096, seed=self.seed)
         self.volume = Volume.open(
             self.device, self.index, 3, pool_id=POOL, clock_ms=lambda: NOW_MS, entropy=chance.randbytes
         )
@@ -178,11 +177,7 @@ class Store:
 
     def barrier(self, what: object) -> None:
         """Settle ``what`` when all changes so far are durable."""
-        ticket = self.volume.barrier()
-        if ticket is None:
-            self.settled.append((what, None))
-        else:
-            ticket.then(lambda error: self.settled.append((what, error)))
+        when_settled(self.volume.barrier(), lambda error: self.settled.append((what, error)))
 
     def entry(self, key: bytes, *, tenant: int = 0) -> IndexEntry | None:
         slot = self.index.find(tenant, key)
@@ -215,7 +210,6 @@ class Store:
         return bytes(value)
 
     def step(self) -> None:
-        """Drive the volume once."""
         for call in self.volume.step():
             call()
 
@@ -234,20 +228,14 @@ class Store:
         self.drain()
 
     def snapshot(self) -> None:
-        """Write a snapshot."""
         self.volume.snapshot()
         self.step()
         self.drain()
 
-    @property
-    def simulated(self) -> SimulatedDevice:
-        assert isinstance(self.device, SimulatedDevice)
-        return self.device
-
     def crashed(self, **how: bool) -> "Store":
         """Return the store after a power cut."""
-        return Store(self.simulated.crash(**how), seed=self.seed + 1)
+        return Store(self.device.crash(**how), seed=self.seed + 1)
 
     def restarted(self) -> "Store":
         """Return the store after the process was killed."""
-        return Store(self.simulated.restart(), seed=self.seed + 1)
+        return Store(self.device.restart(), seed=self.seed + 1)

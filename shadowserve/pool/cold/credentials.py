@@ -54,7 +54,6 @@ def signed_headers(
     region: str,
     *,
     body_sha256: str = EMPTY_SHA256,
-    service: str = "s3",
     now: datetime | None = None,
 ) -> dict[str, str]:
     """Return the headers that sign a request. ``host``: as the ``Host`` header has it; path and query are encoded."""
@@ -66,10 +65,10 @@ def signed_headers(
     names = ";".join(headers)  # they are in order
     lines = "".join(f"{name}:{value}\n" for name, value in headers.items())
     canonical = "\n".join((method, path, query, lines, names, body_sha256))
-    scope = f"{date}/{region}/{service}/aws4_request"
+    scope = f"{date}/{region}/s3/aws4_request"
     to_sign = "\n".join((_ALGORITHM, time_text, scope, hashlib.sha256(canonical.encode()).hexdigest()))
     key = f"AWS4{credentials.secret}".encode()
-    for part in (date, region, service, "aws4_request"):
+    for part in (date, region, "s3", "aws4_request"):
         key = hmac.digest(key, part.encode(), "sha256")
     signature = hmac.digest(key, to_sign.encode(), "sha256").hex()
     del headers["host"]

@@ -13,7 +13,7 @@ from shadowserve.pool.cold.bucket import BucketError
 from shadowserve.pool.cold.index_objects import parse_index_name
 from shadowserve.pool.cold.layout import parse_name
 from shadowserve.pool.cold.part import Shared, ThreadedPart
-from shadowserve.pool.volume.tickets import Ticket
+from shadowserve.pool.volume.tickets import Ticket, when_settled
 
 _log = logging.getLogger(__name__)
 
@@ -239,11 +239,7 @@ class DelayedRemovals:
             begun_now = [each for each in self._waiting if is_listed(each[2])]
             self._waiting = [each for each in self._waiting if not is_listed(each[2])]
         for _, tenant, key, ticket in begun_now:
-            begun = remove(tenant, key)
-            if begun is None:
-                ticket.settle()
-            else:
-                begun.then(ticket.settle)
+            when_settled(remove(tenant, key), ticket.settle)
 
     def expire(self, error: ShadowServeError, *, all_of_them: bool) -> None:
         """Settle removals that have waited too long, or all of them, with an error."""

@@ -252,15 +252,14 @@ class HttpClient:
 
 def _body(response: http.client.HTTPResponse, bytes_max: int, length: int | None, *, cuts: bool = False) -> bytearray:
     """Return a body of at most ``bytes_max`` bytes; ``cuts``: the beginning of a longer one."""
+    wanted = bytes_max if length is None else length
     declared = response.length  # None for a chunked body, or one up to the end of the connection
     if declared is None:
-        size = bytes_max if length is None else length
-        data = _read_into(response, size) if length is not None else _read_pieces(response, size)
-        if len(data) == size and not cuts and response.read(1):
-            raise OversizeError(f"a body of more than {size} bytes")
+        data = _read_pieces(response, wanted) if length is None else _read_into(response, wanted)
+        if len(data) == wanted and not cuts and response.read(1):
+            raise OversizeError(f"a body of more than {wanted} bytes")
     else:
         if not cuts and (declared > bytes_max or (length is not None and declared != length)):
-            wanted = bytes_max if length is None else length
             raise OversizeError(f"a body of {declared} bytes instead of {wanted}")
         size = min(bytes_max, declared)
         data = _read_into(response, size)

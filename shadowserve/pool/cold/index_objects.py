@@ -85,7 +85,6 @@ class IndexEntries:
         return zip(map(self.contents, range(len(self))), self.used_h, strict=True)
 
     def contents(self, at: int) -> Contents:
-        """Return an object's contents."""
         size, begin, records, tenant_length, _, *rest = COLD_OBJECT.unpack(self.objects[at].tobytes())
         end = begin + records * ENTRY_BYTES + tenant_length + FOOTER_BYTES
         parts = ObjectName(self.partition, self.tenants[at], rest[-1])

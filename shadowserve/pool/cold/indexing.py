@@ -124,9 +124,6 @@ class Indexer(Part):
         with self._lock:
             self._learnt.pop(partition, None)
 
-    def _is_readable(self, contents: Contents) -> bool:
-        return contents.longest <= self._record_bytes_max
-
     def _read(self, listed: Listed) -> IndexEntries | None:
         """Return the entries of an index object; none of an unsound one, which is left alone.
 
@@ -184,7 +181,7 @@ class Indexer(Part):
                 self._taken_s[listed.name] = self._clock_s()
             for contents, used_h in found or ():
                 entries[contents.footer] = max(used_h, entries.get(contents.footer, 0))
-                if self._is_readable(contents):
+                if contents.longest <= self._record_bytes_max:
                     is_new |= self._catalog.add_of_news(contents, listed.written_s, used_h)
             if found:
                 taken.append(listed.name)

@@ -73,16 +73,17 @@ class Contents(NamedTuple):
     def of(cls, tenant: str, size: int, places: Iterable[tuple[bytes, Place]]) -> "Contents":
         """Return the contents of a tenant's object with these records."""
         keys, positions = zip(*places, strict=True)
-        parts = _parts(partition_of(keys[0]), tenant, keys)
+        named = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
+        digest = hashlib.blake2b(named, digest_size=DIGEST_BYTES).digest()
+        parts = ObjectName(partition_of(keys[0]), tenant, digest)
         longest = max(position.length for position in positions)
-        described = COLD_OBJECT.pack(size, 0, len(keys), len(tenant), 0, longest, parts.partition, parts.digest)
+        described = COLD_OBJECT.pack(size, 0, len(keys), len(tenant), 0, longest, parts.partition, digest)
         entries = b"".join(_ENTRY.pack(key, *position) for key, position in zip(keys, positions, strict=True))
         footer = entries + tenant.encode("ascii") + _FOOTER.pack(_MAGIC, len(keys), len(tenant), size)
         return cls(join_name(parts), parts, described, footer + _sum(footer))
 
     @property
     def tenant(self) -> str:
-        """Name of the tenant."""
         return self.parts.tenant
 
     @property
@@ -92,7 +93,6 @@ class Contents(NamedTuple):
 
     @property
     def records(self) -> int:
-        """Number of its records."""
         return int(COLD_OBJECT.unpack(self.described)[2])
 
     @property
@@ -105,17 +105,6 @@ class Contents(NamedTuple):
         """Position of each record by key."""
         entries = self.footer[: self.records * ENTRY_BYTES]
         return {key: Place(*position) for key, *position in _ENTRY.iter_unpack(entries)}
-
-
-def name_of(tenant: str, keys: Iterable[bytes]) -> str:
-    """Return the name of the object with a tenant's records of these keys, in this order."""
-    first, *others = keys
-    return join_name(_parts(partition_of(first), tenant, (first, *others)))
-
-
-def _parts(partition: int, tenant: str, keys: Sequence[bytes]) -> ObjectName:
-    data = len(tenant).to_bytes(4, "little") + tenant.encode("ascii") + b"".join(keys)
-    return ObjectName(partition, tenant, hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest())
 
 
 def join_name(parts: ObjectName) -> str:

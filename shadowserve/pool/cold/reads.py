@@ -120,6 +120,7 @@ class _Read:
 
     Attributes:
         begin, size: The range in the record.
+        at: Its key among all reads.
         start, end: The part to read next, in the object; it is queued while ``is_queued``.
         arrived: Bytes of each part that has arrived, by its first byte in the record.
         memory: The record, where it has several parts; those in ``arrived`` are in it.
@@ -129,7 +130,7 @@ class _Read:
         is_late: Clients have waited too long, and none has come since.
     """
 
-    __slots__ = ("address", "arrived", "begin", "client", "context", "deadline_s", "end", "is_late",
+    __slots__ = ("address", "arrived", "at", "begin", "client", "context", "deadline_s", "end", "is_late",
                  "is_queued", "key", "lock", "memory", "name", "place", "size", "slices", "sound", "start",
                  "step", "users", "waiting")  # fmt: skip
 
@@ -141,6 +142,7 @@ class _Read:
         self.name = item.name
         self.place = Place(item.found.offset, item.length, item.header_bytes)
         self.begin, self.size = begin, size
+        self.at = self.name, self.key, begin, size
         self.step = max(PART_BYTES, -(-size // PARTS_MAX)) if ahead else size
         self.start = self.end = self.place.offset + begin
         self.advance()
@@ -155,15 +157,10 @@ class _Read:
         self.waiting: list[_Waiter] = []
 
     @property
-    def at(self) -> tuple[str, bytes, int, int]:
-        return self.name, self.key, self.begin, self.size
-
-    @property
     def is_record(self) -> bool:
         return self.size == self.place.length
 
     def advance(self) -> None:
-        """Go to the next part."""
         self.start = self.end
         self.end = min(self.start + self.step, self.place.offset + self.begin + self.size)
 
@@ -222,11 +219,7 @@ _Part = tuple[_Read, int, int]
 class ColdReader(ThreadedPart):
     """Reads records, checks them, and puts them into the pool, which sends them and finds them again.
 
-    Attributes:
-        requests: Ranges that were read.
-        bytes: Bytes of these.
-        records: Sound records.
-        crowded_out: Reads that were a miss because other reads of their tenant came first.
+    :class:`ColdStatistics` describes the counters.
     """
 
     def __init__(self, shared: Shared) -> None:

@@ -21,10 +21,10 @@ from shadowserve.pool.cold.partitions import Partitions
 from shadowserve.pool.cold.reads import ColdItem, ColdReader
 from shadowserve.pool.cold.shares import Shares
 from shadowserve.pool.cold.writes import ColdWriter
-from shadowserve.pool.entries import is_chunk_key, parse_key
+from shadowserve.pool.entries import chunk_of
 from shadowserve.pool.pool import Pool
 from shadowserve.pool.statistics import ColdStatistics
-from shadowserve.pool.types import DEFAULT_TENANT, Address, Item, Lease
+from shadowserve.pool.types import Address, Item, Lease
 from shadowserve.pool.volume.tickets import Ticket, joined
 
 _STEP_S: Final = 0.05
@@ -52,20 +52,12 @@ class ColdTier(Part):
         self._writer = ColdWriter(shared, indexer)
         self._deletions = Deletions(shared)
         partitions = Partitions(serves, config.index_ttl_s, clock_s)
-        self._lister = BucketLister(
-            shared,
-            self._deletions,
-            indexer,
-            partitions,
-            self._on_listed,
-            self._on_forgotten,
-        )
+        self._lister = BucketLister(shared, self._deletions, indexer, partitions, self._on_listed, self._on_forgotten)
         self._listed: set[int] = set()  # partitions whose objects are known
         self._delayed_removals = DelayedRemovals(config.timeout_s, clock_s)  # until the first list
         self._new: list[tuple[int | None, Ticket]] = []  # removals since the last barrier, with their tenants
         self._in_barrier: list[tuple[int | None, Ticket]] = []
         self._removing: set[int | None] = set()  # tenants that have removed something since the last barrier
-        self._tenants: dict[int, str] = {DEFAULT_TENANT: ""}
         self._is_news_left = False
         self._ended = threading.Event()
         self._stepper = threading.Thread(target=self._run_steps, name="s3-step", daemon=True)
@@ -83,7 +75,7 @@ class ColdTier(Part):
         """Begin to serve ``pool``; wait at most ``timeout_s`` for the first list, to spare first clients misses."""
         self._pool, self._lock = pool, lock
         self._reader.start(pool, lock)
-        self._writer.start(pool, lock, self._name_of)
+        self._writer.start(pool, lock)
         self._deletions.start()
         self._stepper.start()
         self._lister.thread.start()
@@ -121,10 +113,11 @@ class ColdTier(Part):
     def find(self, address: Address) -> Item | None:
         """Return a record of the bucket; None if it is unknown, or the bucket is away."""
         record = None if self._breakers.read.away else self._record_of(address)
-        if record is not None:
-            self._lister.partitions.ask(partition_of(record[1]))
-        found = None if record is None else self._catalog.find(*record)
-        return None if record is None or found is None else ColdItem(address, *record, found)
+        if record is None:
+            return None
+        self._lister.partitions.ask(partition_of(record[1]))
+        found = self._catalog.find(*record)
+        return None if found is None else ColdItem(address, *record, found)
 
     def read(
         self, item: Item, start: int, end: int, done: Callable[[Lease | None], None], *, in_parts: bool, ahead: bool
@@ -142,19 +135,9 @@ class ColdTier(Part):
 
     def _record_of(self, address: Address) -> tuple[str, bytes] | None:
         """Return a tenant's name and the index's key of a record; None for keys that no record has."""
-        if not is_chunk_key(address[1]):
-            return None
-        tenant, key, text = parse_key(address)
-        name = None if text is not None else self._name_of(tenant)
-        return None if name is None else (name, key)
-
-    def _name_of(self, tenant: int) -> str | None:
-        name = self._tenants.get(tenant)
-        if name is None:
-            self._tenants = {number: each for each, number in self._pool.tenants().items()}
-            self._tenants[DEFAULT_TENANT] = ""
-            name = self._tenants.get(tenant)
-        return name
+        key = chunk_of(address[1])
+        name = None if key is None else self._pool.tenant_name(address[0])
+        return None if key is None or name is None else (name, key)
 
     # ---- Changing
 
@@ -234,7 +217,7 @@ class ColdTier(Part):
     def cleared(self, tenant: int | None) -> None:
         """Make all records of a tenant, or of all tenants, absent, and delete all their objects from the bucket."""
         self._removing.add(tenant)
-        name = None if tenant is None else self._name_of(tenant)
+        name = None if tenant is None else self._pool.tenant_name(tenant)
         if tenant is not None and name is None:
             return
         self._catalog.mark_all(name)

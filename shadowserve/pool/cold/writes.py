@@ -2,8 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, wait
 from math import inf
 from typing import Final
 
@@ -55,28 +54,13 @@ class _Packing:
         self.contents: Contents | None = None  # set once the object may be in the bucket
 
 
-@dataclass(slots=True)
-class _Pressure:
-    """Times of evictions that were held back: the first one since the last write, and the last one."""
-
-    since_s: float | None = None
-    last_s: float = -inf
-
-
 class ColdWriter(ThreadedPart):
     """Writes stored records as fast as the bucket accepts them.
 
     With ``write: at_once`` no client waits: if the bucket is slower, records that are evicted meanwhile, and those
     beyond the backlog, are not written. With ``write: evicted`` nothing is written before the pool needs room, or half
     of the backlog is waiting. Then a record stays in the pool until it is written; unless the bucket is away, or
-    nothing was written for ``timeout_s``.
-
-    Attributes:
-        objects: Written objects.
-        bytes: Bytes of these.
-        present: Objects that another node had written.
-        missed: Records that were evicted before they were written.
-        held_back: Evictions that had to wait for a write.
+    nothing was written for ``timeout_s``. :class:`ColdStatistics` describes the counters.
     """
 
     def __init__(self, shared: Shared, indexer: Indexer) -> None:
@@ -86,14 +70,14 @@ class ColdWriter(ThreadedPart):
         self._indexer = indexer
         self._packing: list[_Packing] = []
         self._hurry = False
-        self._pressure = _Pressure()
+        self._held_back_since_s: float | None = None  # time of the first held-back eviction since the last write
+        self._held_back_last_s = -inf
         self._pool: Pool
         self._lock: threading.Lock
-        self._name_of: Callable[[int], str | None]
 
-    def start(self, pool: Pool, lock: threading.Lock, name_of: Callable[[int], str | None]) -> None:
-        """``lock`` is the pool's; ``name_of`` returns a tenant's name with the lock held."""
-        self._pool, self._lock, self._name_of = pool, lock, name_of
+    def start(self, pool: Pool, lock: threading.Lock) -> None:
+        """``lock`` is the pool's."""
+        self._pool, self._lock = pool, lock
         if self._config.write != "never":
             self._start_threads("write", self._config.writes_at_once, self._run)
 
@@ -112,15 +96,16 @@ class ColdWriter(ThreadedPart):
         with self._changed:
             waits = self.gathering.prioritize(tenant, key) or any(address in each.addresses for each in self._packing)
             if not waits:
-                self._pressure.since_s = None
+                self._held_back_since_s = None
             if not waits or self._closed or self._breakers.write.away:
                 return False
             now_s = self._clock_s()
-            self._pressure.since_s = now_s if self._pressure.since_s is None else self._pressure.since_s
-            if now_s - self._pressure.since_s > self._config.timeout_s:
+            if self._held_back_since_s is None:
+                self._held_back_since_s = now_s
+            if now_s - self._held_back_since_s > self._config.timeout_s:
                 return False
             self.held_back += 1
-            self._pressure.last_s = now_s
+            self._held_back_last_s = now_s
             self._changed.notify()
             return True
 
@@ -156,7 +141,7 @@ class ColdWriter(ThreadedPart):
     def _take(self) -> Batch | None:
         now_s = self._clock_s()
         evicting = self._config.write == "evicted"
-        pressed = now_s - self._pressure.last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
+        pressed = now_s - self._held_back_last_s < _PRESSING_S or self.gathering.waiting > BACKLOG_MAX // 2
         if self._breakers.write.away or (evicting and not (pressed or self._hurry)):
             return None
         return self.gathering.take(now_s, hurry=self._hurry or evicting)
@@ -200,7 +185,7 @@ class ColdWriter(ThreadedPart):
             except ColdObjectError:
                 return  # of another size, or unsound: the next list handles it
         self._breakers.write.succeeded()
-        self._pressure.since_s = None
+        self._held_back_since_s = None
         if not packing.removal_tickets and self._catalog.add(contents) and is_new:
             self._indexer.note(contents)
 
@@ -226,7 +211,7 @@ class ColdWriter(ThreadedPart):
     def _pack(self, batch: Batch) -> tuple[Contents, bytearray] | None:
         """Return an object of those records that the pool has and the bucket has not; None if there are none."""
         with self._lock:
-            tenant = None if self._closed else self._name_of(batch.tenant)
+            tenant = None if self._closed else self._pool.tenant_name(batch.tenant)
         if tenant is None:
             return None
         body, records, seen = bytearray(), [], set()
@@ -244,13 +229,7 @@ class ColdWriter(ThreadedPart):
 
     def _append(self, body: bytearray, address: Address) -> int:
         """Append a record's bytes; return the length of its header, 0 if the pool does not have it any more."""
-        ended = threading.Event()
-        leases: list[Lease | None] = []
-
-        def done(lease: Lease | None) -> None:
-            leases.append(lease)
-            ended.set()
-
+        leased: Future[Lease | None] = Future()
         with self._lock:
             item = None if self._closed else self._pool.peek(address)
             if item is None or item.is_cold or not item.header_bytes or item.expires_at_ms is not None:
@@ -258,17 +237,17 @@ class ColdWriter(ThreadedPart):
             header_bytes, length = item.header_bytes, item.length
             if item.value is not None:
                 self._pool.hold(item)
-                leases.append(Lease(memoryview(item.value), self._pool.release, item))
-                ended.set()
+                leased.set_result(Lease(memoryview(item.value), self._pool.release, item))
             else:
-                self._pool.read(item, 0, length, done)
-        while not ended.wait(_PAUSE_S):  # the pool's devices have their own deadline
+                self._pool.read(item, 0, length, leased.set_result)
+        while not wait([leased], _PAUSE_S).done:  # the pool's devices have their own deadline
             if self._closed:
                 return 0
-        if leases[0] is None:
+        lease = leased.result()
+        if lease is None:
             return 0
-        body += leases[0].view
+        body += lease.view
         with self._lock:
             if not self._closed:
-                leases[0].release()
+                lease.release()
         return header_bytes

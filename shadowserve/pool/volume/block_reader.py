@@ -67,6 +67,10 @@ class BlockReader:
         """Yield (number of the first block, bytes) in order, zeros for unreadable blocks. Valid until the next one."""
         return self.runs([(first, count)])
 
+    def array(self, first: int, count: int) -> Bytes:
+        """Return consecutive blocks, zeros for unreadable ones."""
+        return np.concatenate([data.copy() for _, data in self.pieces(first, count)])
+
     def runs(self, runs: Iterable[tuple[int, int]]) -> Iterator[tuple[int, Bytes]]:
         parts = [
             (start, min(_PIECE_BLOCKS, first + count - start))

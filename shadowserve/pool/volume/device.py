@@ -17,7 +17,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shadowserve.block import BlockStatistics, Operation, OperationKind
+from shadowserve.block import Operation, OperationKind
 from shadowserve.errors import DeviceError, is_passing
 from shadowserve.latency import LatencyHistogram
 
@@ -55,9 +55,6 @@ class BlockDevice(Protocol):
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while completed() has something."""
-
-    def statistics(self) -> BlockStatistics:
-        """Return counters since it was opened."""
 
     def close(self) -> None:
         """Close; waits for operations in progress, with a limit."""

@@ -172,27 +172,13 @@ class Superblock:
 
     def pack(self) -> bytes:
         layout = self.layout
-        return _pack_block(
-            _SUPERBLOCK,
-            _CRC_AT_SUPERBLOCK,
-            _SUPERBLOCK_MAGIC,
-            VERSION,
-            _SUPERBLOCK.size,
-            0,
-            self.volume_id,
-            self.pool_id,
-            self.device_bytes,
-            self.created_ms,
-            self.incompatible,
-            BLOCK_BYTES,
-            layout.objects_max,
-            *layout.log_firsts,
-            layout.log_blocks,
-            *layout.snapshot_firsts,
-            layout.snapshot_blocks,
-            layout.data_first,
-            layout.data_blocks,
-        )
+        beginning = _SUPERBLOCK_MAGIC, VERSION, _SUPERBLOCK.size, 0
+        identity = self.volume_id, self.pool_id, self.device_bytes, self.created_ms, self.incompatible
+        sizes = BLOCK_BYTES, layout.objects_max
+        log = *layout.log_firsts, layout.log_blocks
+        snapshots = *layout.snapshot_firsts, layout.snapshot_blocks
+        fields = *beginning, *identity, *sizes, *log, *snapshots, layout.data_first, layout.data_blocks
+        return _pack_block(_SUPERBLOCK, _CRC_AT_SUPERBLOCK, *fields)
 
     @classmethod
     def unpack(cls, data: bytes | memoryview) -> "Superblock | None":

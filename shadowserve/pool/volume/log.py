@@ -9,6 +9,7 @@ have filled the gap.
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from shadowserve.block import Operation, OperationKind, Priority
@@ -19,10 +20,10 @@ from shadowserve.pool.volume.format import (
     RECORD_BYTES,
     RECORDS_BYTES,
     BlockHeader,
-    Layout,
     Superblock,
     pack_blocks,
 )
+from shadowserve.pool.volume.log_tail import Key
 
 GROUP_BLOCKS_MAX: Final = 256
 """Most blocks of a group in the format: one MiB, which takes an SSD as long as the flush that follows."""
@@ -36,33 +37,36 @@ Submit = Callable[[list[Operation]], None]
 _Callback = Callable[[Exception | None], None]
 
 
+@dataclass(slots=True, kw_only=True)
+class LogEnd:
+    """The end of the log, where writing continues."""
+
+    first: int  # oldest block that is still needed
+    sequence: int  # number of the next block
+    epoch: int  # epoch of the last block
+    durable: int  # last block that is known to be durable
+    torn: tuple[Key, ...] = ()  # keys of puts that were not believed; the log's next records must say so
+
+
 class Log:
     """Writes the log. With the pool's lock held, like everything in a volume."""
 
-    def __init__(
-        self,
-        superblock: Superblock,
-        submit: Submit,
-        *,
-        epoch: int,
-        previous_epoch: int,
-        first: int,
-        sequence: int,
-        durable: int,
-    ) -> None:
-        """Continue with block ``sequence`` behind a block of the run ``previous_epoch``."""
+    def __init__(self, superblock: Superblock, submit: Submit, end: LogEnd, epoch: int) -> None:
+        """Continue behind the ``end`` that recovery has found, as the run ``epoch``."""
         self.error: Exception | None = None  # error after which nothing is written; None while all is well
-        self.sequence = sequence  # number of the next block
-        self.durable = durable  # last block that is known to be durable
-        self.first = first  # oldest block that is still needed
+        self.sequence = end.sequence  # number of the next block
+        self.durable = end.durable  # last block that is known to be durable
+        self.first = end.first  # oldest block that is still needed
         self.records = 0  # appended records since it was opened
         self.written_bytes = 0  # bytes of both copies
+        self.blocks = superblock.layout.log_blocks  # blocks of each copy
         self._superblock = superblock
+        self._layout = superblock.layout
         self._submit = submit
         self._epoch = epoch
-        self._previous_epoch = previous_epoch
+        self._previous_epoch = end.epoch
         self._pending = bytearray()
-        self._buffer = Pages(min(_WRITTEN_BLOCKS_MAX, self._layout.log_blocks) * BLOCK_BYTES)
+        self._buffer = Pages(min(_WRITTEN_BLOCKS_MAX, self.blocks) * BLOCK_BYTES)
         self._durable_records = 0
         self._group_records = 0
         self._writes = 0
@@ -76,18 +80,10 @@ class Log:
         return self._previous_epoch
 
     @property
-    def _layout(self) -> Layout:
-        return self._superblock.layout
-
-    @property
-    def blocks(self) -> int:
-        return self._layout.log_blocks
-
-    @property
     def blocks_free(self) -> int:
         """Blocks that may still be written, without those for appended records."""
         pending = -(-len(self._pending) // RECORDS_BYTES)
-        return self._layout.log_blocks - (self.sequence - self.first) - pending
+        return self.blocks - (self.sequence - self.first) - pending
 
     @property
     def idle(self) -> bool:
@@ -141,8 +137,8 @@ class Log:
         return BlockHeader(count, self.sequence + block, self._epoch, previous_epoch, self.durable)
 
     def _write(self, blocks: int) -> None:
-        place = self.sequence % self._layout.log_blocks
-        until_end = min(blocks, self._layout.log_blocks - place)
+        place = self.sequence % self.blocks
+        until_end = min(blocks, self.blocks - place)
         parts = [(place, 0, until_end), (0, until_end, blocks - until_end)]
         operations = [
             Operation(

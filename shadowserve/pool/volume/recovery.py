@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shadowserve.native import INDEX_RECORD_DTYPE, Extents, Index, IndexPurge, RecordKind
-from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.block_reader import BlockReader, Bytes
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     LOG_MAGIC,
@@ -29,17 +29,14 @@ from shadowserve.pool.volume.format import (
     unpack_block,
     unpack_name,
 )
-from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX
-from shadowserve.pool.volume.log_tail import Key, LogTail
+from shadowserve.pool.volume.log import GROUP_BLOCKS_MAX, LogEnd
+from shadowserve.pool.volume.log_tail import LogTail
 
 _WINDOW_BLOCKS: Final = 4 * GROUP_BLOCKS_MAX
 """Blocks behind the log's end that are searched for proof that it is no end: damage hits a page or an erase block."""
 
 _TENANTS: Final = 1 << 16
-_SEQUENCE_OFFSET: Final = 32
 _RECORDS_OFFSET: Final = BLOCK_BYTES - RECORDS_PER_BLOCK * RECORD_BYTES
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,17 +70,6 @@ class RecoveryReport:
     @property
     def dropped(self) -> int:
         return self.unproven + self.unnamed + self.overlapping
-
-
-@dataclass(slots=True, kw_only=True)
-class LogEnd:
-    """The end of the log, where writing continues."""
-
-    first: int  # oldest block that is still needed
-    sequence: int  # number of the next block
-    epoch: int  # epoch of the last block
-    durable: int  # last block that is known to be durable
-    torn: tuple[Key, ...] = ()  # keys of puts that were not believed; the log's next records must say so
 
 
 class NameReader:
@@ -250,7 +236,8 @@ class Recovery:
             sequence = durable + 1
         # An unreadable block leaves open whether the log ends here.
         self._must_have_read_one(*self._log_places(sequence, sequence + 1))
-        self._judge_tail()
+        self.report.log_records += self._apply_records(tail.judge(self._blocks, self._read_blocks))
+        self.report.torn = len(tail.torn)
         durable = tail.proven if tail.torn else sequence - 1
         return LogEnd(first=first, sequence=sequence, epoch=epoch, durable=durable, torn=tuple(tail.torn))
 
@@ -306,17 +293,15 @@ class Recovery:
             tail.hold(sequence + at, _chosen(block, counts[at : at + 1]))
         return sequence + len(counts), epoch
 
-    def _judge_tail(self) -> None:
-        self.report.log_records += self._apply_records(self._tail.judge(self._blocks, self._read_blocks))
-        self.report.torn = len(self._tail.torn)
-
     def _read_blocks(self, first: int, count: int) -> Bytes | None:
-        data = np.concatenate([data.copy() for _, data in self._reader.pieces(first, count)])
+        data = self._reader.array(first, count)
         return None if self._reader.unreadable.intersection(range(first, first + count)) else data
 
     def _after_gap(self, sequence: int, durable: int) -> int | None:
         """Return the next block of the log behind a gap at ``sequence``; None if the log ends there."""
-        known = self._known(sequence + 1, min(_WINDOW_BLOCKS, self._layout.log_blocks - 1))
+        window = range(sequence + 1, sequence + 1 + min(_WINDOW_BLOCKS, self._layout.log_blocks - 1))
+        found = self._sound_blocks(window.start % self._layout.log_blocks, len(window))
+        known = {number: header for number, header in found.items() if number in window}
         proven = {block for block, header in known.items() if header.durable >= sequence or block <= durable}
         for start in sorted(known):
             at = start
@@ -326,29 +311,22 @@ class Recovery:
                 return start
         return None
 
-    def _known(self, sequence: int, count: int) -> dict[int, BlockHeader]:
-        """Return the headers of all sound blocks with these sequences, whatever precedes them."""
-        known: dict[int, BlockHeader] = {}
-        for copy in range(len(self._layout.log_firsts)):
-            known |= self._known_of(copy, sequence, count)
-        return known
+    def _sound_blocks(self, place: int, count: int) -> dict[int, BlockHeader]:
+        """Return the headers of all sound blocks of the log by sequence, in both copies, whatever precedes them.
 
-    def _known_of(self, copy: int, sequence: int, count: int) -> dict[int, BlockHeader]:
+        ``place`` and ``count``: the part of the ring to read.
+        """
         known: dict[int, BlockHeader] = {}
-        first, blocks = self._layout.log_firsts[copy], self._layout.log_blocks
-        begin = sequence
-        while begin < sequence + count:
-            place = begin % blocks
-            span = min(blocks - place, sequence + count - begin)
-            for number, data in self._reader.pieces(first + place, span):
-                at = begin + number - first - place
-                found = np.frombuffer(data, "<u8").reshape(-1, BLOCK_BYTES // 8)[:, _SEQUENCE_OFFSET // 8]
-                for index in np.flatnonzero(found == np.arange(at, at + len(found), dtype=np.uint64)):
-                    view = memoryview(data)[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
-                    header = unpack_block(LOG_MAGIC, self._volume_id, view)
-                    if header is not None:
-                        known[at + int(index)] = header
-            begin += span
+        blocks = self._layout.log_blocks
+        until_end = min(count, blocks - place)
+        for first in self._layout.log_firsts:
+            for number, data in self._reader.runs([(first + place, until_end), (first, count - until_end)]):
+                view = memoryview(data)
+                for at in range(len(data) // BLOCK_BYTES):
+                    block = view[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
+                    header = unpack_block(LOG_MAGIC, self._volume_id, block)
+                    if header is not None and header.sequence % blocks == number - first + at:
+                        known[header.sequence] = header
         return known
 
     # ---- Without a snapshot that the log reaches back to
@@ -359,7 +337,7 @@ class Recovery:
         if headers:
             self._load(headers[0])
             self._used = headers[0]
-        known = self._ring()
+        known = self._sound_blocks(0, self._layout.log_blocks)
         first, second = self._layout.log_firsts
         for place in range(self._layout.log_blocks):
             self._must_have_read_one(first + place, second + place)
@@ -372,18 +350,6 @@ class Recovery:
         if first > 1 or headers:
             self._drop_unproven()
         return self._replay(first, known[first].previous_epoch, durable)
-
-    def _ring(self) -> dict[int, BlockHeader]:
-        known: dict[int, BlockHeader] = {}
-        for first in self._layout.log_firsts:
-            for number, data in self._reader.pieces(first, self._layout.log_blocks):
-                view = memoryview(data)
-                for at in range(len(data) // BLOCK_BYTES):
-                    block = view[at * BLOCK_BYTES : (at + 1) * BLOCK_BYTES]
-                    header = unpack_block(LOG_MAGIC, self._volume_id, block)
-                    if header is not None and header.sequence % self._layout.log_blocks == number - first + at:
-                        known[header.sequence] = header
-        return known
 
     # ---- Records
 

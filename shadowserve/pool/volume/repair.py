@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from shadowserve.pool.volume.block_reader import BlockReader
+from shadowserve.pool.volume.block_reader import BlockReader, Bytes
 from shadowserve.pool.volume.device import Pages
 from shadowserve.pool.volume.format import BLOCK_BYTES, LOG_MAGIC, Superblock, unpack_block
 
@@ -19,8 +18,6 @@ _SPAN_BLOCKS: Final = 1024
 """Blocks that are compared at a time: 4 MiB of each copy."""
 _REFUSED_MAX: Final = 8
 """Failed writes after which no more are tried: each may take a second."""
-
-Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ def find_bad_copies(reader: BlockReader, superblock: Superblock, epochs: Mapping
     needed = sorted(sequence for sequence in epochs if sequence > last - layout.log_blocks)
     for first, count in _spans(needed, layout.log_blocks):
         place = first % layout.log_blocks
-        copies = [_read(reader, begin + place, count) for begin in layout.log_firsts]
+        copies = [reader.array(begin + place, count).reshape(count, BLOCK_BYTES) for begin in layout.log_firsts]
         differ = np.flatnonzero((copies[0] != copies[1]).any(axis=1))
         bad: list[list[int]] = [[], []]
         for at in map(int, differ):
@@ -94,10 +91,6 @@ def _write(reader: BlockReader, place: int, blocks: int, address: int, repaired:
         repaired.error = error
         return False
     return True
-
-
-def _read(reader: BlockReader, first: int, count: int) -> Bytes:
-    return np.concatenate([data.copy() for _, data in reader.pieces(first, count)]).reshape(count, BLOCK_BYTES)
 
 
 def _is_block(superblock: Superblock, data: Bytes, sequence: int, epoch: int) -> bool:

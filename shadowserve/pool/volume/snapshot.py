@@ -7,6 +7,7 @@ were in progress: no snapshot is ahead of the log. It goes into the region that 
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -41,78 +42,75 @@ _DUMPS_PER_STEP: Final = 4
 """Parts of the index that one step examines for a slice; the next step continues."""
 
 
+@dataclass(frozen=True, slots=True)
+class SnapshotSource:
+    """Content of all snapshots of a volume, and how they are written.
+
+    Attributes:
+        held: Records of objects that only the log still has, by tenant and key.
+        living: Returns which records to keep.
+        settle_writes: Calls back when all present writes have their record in the log.
+    """
+
+    superblock: Superblock
+    submit: Submit
+    log: Log
+    index: Index
+    number: int  # the index's number of the device
+    tenants: dict[int, bytes]
+    notes: dict[bytes, bytes]
+    held: dict[tuple[int, bytes], bytes]
+    living: Living
+    settle_writes: Callable[[Callable[[], None]], None]
+    clock_ms: Callable[[], int]
+
+
 class _IndexDump:
     """The records of a volume's objects, read from the index in parts, until it has ``ended``."""
 
-    def __init__(self, index: Index, number: int, held: dict[tuple[int, bytes], bytes], living: Living) -> None:
+    def __init__(self, source: SnapshotSource) -> None:
         self.ended = False
-        self._index = index
-        self._number = number
-        self._held = held
-        self._living = living
+        self._source = source
         self._cursor = 0
         self._part = np.zeros(SLICE_BLOCKS * RECORDS_PER_BLOCK, INDEX_RECORD_DTYPE)
 
     def next(self) -> bytes:
         """Return the records of the next part; none if it has no object of this device."""
-        self._cursor, count = self._index.dump(self._cursor, self._part, self._number)
+        source = self._source
+        self._cursor, count = source.index.dump(self._cursor, self._part, source.number)
         self.ended = self._cursor == 0
-        records = self._living(self._part[:count])
+        records = source.living(self._part[:count])
         records["device"] = 0  # the device's number may change at the next start
         found = self._with_names(records)
-        if self.ended and self._held:
+        if self.ended and source.held:
             # Behind the index's records of the same keys, which may not be durable yet.
-            found += self._with_names(np.frombuffer(b"".join(self._held.values()), INDEX_RECORD_DTYPE))
+            found += self._with_names(np.frombuffer(b"".join(source.held.values()), INDEX_RECORD_DTYPE))
         return found
 
     def _with_names(self, records: npt.NDArray[Any]) -> bytes:
-        return records.tobytes() + self._index.dump_names(records)
+        return records.tobytes() + self._source.index.dump_names(records)
 
 
 class Snapshot:
     """One snapshot in progress. With the pool's lock held."""
 
-    def __init__(
-        self,
-        superblock: Superblock,
-        submit: Submit,
-        log: Log,
-        index: Index,
-        number: int,
-        generation: int,
-        *,
-        tenants: dict[int, bytes],
-        notes: dict[bytes, bytes],
-        held: dict[tuple[int, bytes], bytes],
-        living: Living,
-        settle_writes: Callable[[Callable[[], None]], None],
-        clock_ms: Callable[[], int],
-    ) -> None:
-        """Begin a snapshot.
-
-        Args:
-            held: Records of objects that only the log still has, by tenant and key.
-            living: Returns which records to keep.
-            settle_writes: Calls back when all present writes have their record in the log.
-        """
+    def __init__(self, source: SnapshotSource, generation: int) -> None:
         self.header: SnapshotHeader | None = None  # its header, once it is complete
         self.error: Exception | None = None  # why it has failed
         self.written_bytes = 0  # bytes written so far
         self.wants_step = False  # step() must be called again without a completion of the device
-        self._superblock = superblock
-        self._submit = submit
-        self._log = log
+        self._source = source
+        self._superblock = source.superblock
+        self._log = source.log
         self._generation = generation
-        self._settle_writes = settle_writes
-        self._clock_ms = clock_ms
-        self._log_first, self._log_epoch = log.sequence, log.epoch
-        self._dump = _IndexDump(index, number, held, living)
+        self._log_first, self._log_epoch = source.log.sequence, source.log.epoch
+        self._dump = _IndexDump(source)
         self._blocks = 0
         self._records = 0
         self._pending = bytearray()  # records that are not written yet: first tenants and notes
-        for tenant, name in sorted(tenants.items()):
+        for tenant, name in sorted(source.tenants.items()):
             self._pending += pack_name(RecordKind.TENANT, tenant, b"", name)
-        for name, text in sorted(notes.items()):
+        for name, text in sorted(source.notes.items()):
             self._pending += pack_name(RecordKind.TENANT, 0, name, text)
         self._buffer = Pages(SLICE_BLOCKS * BLOCK_BYTES)
 
@@ -134,14 +132,14 @@ class Snapshot:
         if not self._dump.ended and len(self._pending) < RECORDS_BYTES:
             self.wants_step = True
         elif self._pending:
-            self._write_slice(SLICE_BLOCKS * RECORDS_BYTES)
+            self._write_slice()
         else:
             # Every change that a slice may have comes into the log; then log and slices become durable.
-            self._settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
+            self._source.settle_writes(lambda: self._log.when_durable(self._unless_failed(self._flush_slices)))
 
-    def _write_slice(self, room: int) -> None:
+    def _write_slice(self) -> None:
         # Only the last block of a snapshot may be partly filled: the rest waits for the next slice.
-        count = min(len(self._pending), room)
+        count = min(len(self._pending), SLICE_BLOCKS * RECORDS_BYTES)
         if not self._dump.ended:
             count -= count % RECORDS_BYTES
         blocks = -(-count // RECORDS_BYTES)
@@ -161,16 +159,11 @@ class Snapshot:
 
     def _write(self, place: int, blocks: int, proceed: Callable[[], None]) -> None:
         self.written_bytes += blocks * BLOCK_BYTES
-        offset, length, written = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._unless_failed(proceed)
-        operation = Operation(
-            OperationKind.WRITE,
-            offset,
-            length,
-            self._buffer.address,
-            Priority.BACKGROUND,
-            lambda ended: written(ended.error),
+        written = self._unless_failed(proceed)
+        where = place * BLOCK_BYTES, blocks * BLOCK_BYTES, self._buffer.address
+        self._source.submit(
+            [Operation(OperationKind.WRITE, *where, Priority.BACKGROUND, lambda ended: written(ended.error))]
         )
-        self._submit([operation])
 
     def _unless_failed(self, proceed: Callable[[], None]) -> Callable[[Exception | None], None]:
         """Return a callback for the end of a step: it proceeds if there was no error."""
@@ -194,7 +187,7 @@ class Snapshot:
             log_first=self._log_first,
             log_epoch=self._log_epoch,
             log_last=self._log.durable,
-            created_ms=self._clock_ms(),
+            created_ms=self._source.clock_ms(),
         )
         self._buffer.view[:BLOCK_BYTES] = header.pack(self._superblock.volume_id)
 
@@ -210,14 +203,14 @@ class Snapshot:
 class SnapshotSchedule:
     """Writes snapshots of a volume, one after the other: when a third of the log is used, or when one is wanted."""
 
-    def __init__(self, make: Callable[[int], Snapshot], log: Log, generation: int, *, wanted: bool) -> None:
-        """``make`` returns a new snapshot of a generation, the first one of ``generation``."""
+    def __init__(self, source: SnapshotSource, generation: int, *, wanted: bool) -> None:
+        """``generation`` is that of the first snapshot."""
         self.wanted = wanted  # a snapshot begins with the next step, although the log has room
         self.completed = 0
         self.failed = 0
         self.written_bytes = 0  # bytes of all snapshots, failed ones included
-        self._make = make
-        self._log = log
+        self._source = source
+        self._log = source.log
         self._generation = generation
         self._snapshot: Snapshot | None = None
         self._steps_to_retry = 0
@@ -242,7 +235,7 @@ class SnapshotSchedule:
                 self._steps_to_retry -= self._steps_to_retry > 0
                 return
             self.wanted = False
-            self._snapshot = self._make(self._generation)
+            self._snapshot = Snapshot(self._source, self._generation)
             self._snapshot.step()
 
     def _end(self, snapshot: Snapshot) -> None:

@@ -82,3 +82,11 @@ def joined(tickets: Iterable[Ticket | None]) -> Ticket | None:
     if len(waiting) < 2:
         return waiting[0] if waiting else None
     return Ticket.of(*waiting)
+
+
+def when_settled(ticket: Ticket | None, done: Callable[[Exception | None], None]) -> None:
+    """Call ``done`` when a ticket settles, with its error; now if there is none."""
+    if ticket is None:
+        done(None)
+    else:
+        ticket.then(done)

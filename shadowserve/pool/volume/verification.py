@@ -145,16 +145,15 @@ def _check_objects(found: Verification, reader: BlockReader, index: Index, progr
 
 def _check_object(reader: BlockReader, entry: IndexEntry) -> str | None:
     blocks = range(entry.extent, entry.extent + entry.blocks)
-    content = np.concatenate([data.copy() for _, data in reader.pieces(blocks.start, len(blocks))])
+    content = memoryview(reader.array(blocks.start, len(blocks)))
     if reader.unreadable.intersection(blocks):
         return f"it cannot be read: {reader.unreadable_error()}"
-    value = memoryview(content)[OBJECT_HEADER_BYTES : OBJECT_HEADER_BYTES + entry.length]
+    end = OBJECT_HEADER_BYTES + entry.length
+    value = content[OBJECT_HEADER_BYTES:end]
     first, count = object_units(entry.length, 0, entry.length)
-    result = check_object(memoryview(content), object_fields(entry), value, first, count)
+    result = check_object(content, object_fields(entry), value, first, count)
     if result is Result.OK:
-        name_length = object_header(memoryview(content)).name_length
-        end = OBJECT_HEADER_BYTES + entry.length
-        result = check_object_name(memoryview(content), memoryview(content)[end : end + name_length])
+        result = check_object_name(content, content[end : end + object_header(content).name_length])
     if result is not Result.OK:
         return _PROBLEMS.get(result, result.name.lower())
     if entry.flags & RecordFlag.RECORD:

@@ -21,7 +21,6 @@ from shadowserve.pool.volume.device import BlockDevice, RetryPolicy
 from shadowserve.pool.volume.format import (
     BLOCK_BYTES,
     SUPERBLOCK_OFFSETS,
-    Layout,
     Superblock,
     blocks_of,
     pack_name,
@@ -31,7 +30,7 @@ from shadowserve.pool.volume.formatting import check_superblock, format_volume, 
 from shadowserve.pool.volume.log import Log
 from shadowserve.pool.volume.recovery import Recovery, RecoveryReport
 from shadowserve.pool.volume.repair import Repaired, repair_log
-from shadowserve.pool.volume.snapshot import Living, Snapshot, SnapshotSchedule
+from shadowserve.pool.volume.snapshot import Living, SnapshotSchedule, SnapshotSource
 from shadowserve.pool.volume.tickets import BusyError, OutOfBudgetError, Ticket
 from shadowserve.pool.volume.writes_in_flight import Key, Write, WritesInFlight, log_blocks_of
 
@@ -59,6 +58,7 @@ class Volume:
         self.notes: dict[bytes, bytes] = {}  # values that the pool has logged with note(), by name
         self.generation_last = 0  # generation of the newest put that was recovered
         self._index = index
+        self._layout = superblock.layout
         self._extents = Extents(self._layout.data_first + self._layout.data_blocks)
         self._extents.reserve(0, self._layout.data_first)
         self._log: Log
@@ -73,10 +73,6 @@ class Volume:
         self._room: Ticket | None = None  # settles when the log has room again
         # Blocks of removed objects; they become free when the removal is durable, after one group of the log.
         self.freeing_blocks = 0
-
-    @property
-    def _layout(self) -> Layout:
-        return self.superblock.layout
 
     # ---- Making and opening
 
@@ -114,18 +110,11 @@ class Volume:
         volume = cls(device, index, number, superblock)
         recovery = volume._recovery = Recovery(reader, superblock, index, number)
         end = recovery.run()
+        volume.tenants, volume.notes = recovery.names.tenants, recovery.names.notes
         volume.report = recovery.report
         volume.report.superblocks_damaged = len(damaged)
         volume._torn = end.torn
-        volume._log = Log(
-            superblock,
-            volume.submit,
-            epoch=int.from_bytes(entropy(8), "little") | 1,
-            previous_epoch=end.epoch,
-            first=end.first,
-            sequence=end.sequence,
-            durable=end.durable,
-        )
+        volume._log = Log(superblock, volume.submit, end, epoch=int.from_bytes(entropy(8), "little") | 1)
         volume._note_repair(repair_log(reader, superblock, recovery.epochs))
         volume.snapshots = volume._schedule_snapshots(recovery, living, clock_ms or wall_clock_ms)
         # From here on the volume relies on what was read, which may have been in a cache only: write the superblocks
@@ -137,23 +126,20 @@ class Volume:
         return volume
 
     def _schedule_snapshots(self, recovery: Recovery, living: Living, clock_ms: Callable[[], int]) -> SnapshotSchedule:
-        def make(generation: int) -> Snapshot:
-            return Snapshot(
-                self.superblock,
-                self.submit,
-                self._log,
-                self._index,
-                self.number,
-                generation,
-                tenants=self.tenants,
-                notes=self.notes,
-                held=self._held,
-                living=living,
-                settle_writes=self._writing.after_all,
-                clock_ms=clock_ms,
-            )
-
-        return SnapshotSchedule(make, self._log, recovery.generation_next, wanted=bool(recovery.report.notes))
+        source = SnapshotSource(
+            self.superblock,
+            self.submit,
+            self._log,
+            self._index,
+            self.number,
+            tenants=self.tenants,
+            notes=self.notes,
+            held=self._held,
+            living=living,
+            settle_writes=self._writing.after_all,
+            clock_ms=clock_ms,
+        )
+        return SnapshotSchedule(source, recovery.generation_next, wanted=bool(recovery.report.notes))
 
     def _note_repair(self, repaired: Repaired) -> None:
         self.report.log_blocks_repaired = repaired.written
@@ -164,12 +150,6 @@ class Volume:
                 f"writes of the other copy ({repaired.error}). A snapshot that begins now replaces them"
             )
 
-    @property
-    def recovered_tenants(self) -> list[int]:
-        """Tenants that may have objects in the volume, before ready()."""
-        assert self._recovery is not None
-        return [0, *self._recovery.names.tenants]
-
     def ready(self) -> None:
         """End the recovery, after ``index.replayed()`` for all volumes of the index; the volume then takes writes."""
         begin = time.perf_counter()
@@ -177,7 +157,6 @@ class Volume:
         assert recovery is not None, "ready() was called twice"
         recovery.drop_nameless()
         recovery.reserve(self._extents)
-        self.tenants, self.notes = recovery.names.tenants, recovery.names.notes
         self.generation_last = recovery.generation_last
         self._log_torn_keys()
         self.report.objects = self._index.totals(device=self.number).objects

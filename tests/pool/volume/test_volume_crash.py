@@ -52,7 +52,6 @@ class Driver:
 
     @property
     def device(self) -> SimulatedDevice:
-        assert isinstance(self.store.device, SimulatedDevice)
         return self.store.device
 
     def act(self) -> None:
@@ -85,7 +84,6 @@ class Driver:
     def note(self) -> None:
         for what, error in self.store.settled:
             assert error is None
-            assert isinstance(what, list)
             for key, number in what:
                 self.model.settle(key, number)
         self.store.settled.clear()
@@ -126,9 +124,7 @@ def test_a_value_torn_by_a_crash_does_not_replace_the_old_one() -> None:
     """Symptom: the new value's record survived without its bytes, and both values were absent."""
     cut_short = 0
     for seed in range(60):
-        store = Store(device_of(seed=seed))
-        assert isinstance(store.device, SimulatedDevice)
-        key = index_key(b"key")
+        store, key = Store(device_of(seed=seed)), index_key(b"key")
         old, new = b"o" * 9000, b"n" * 9000
         store.keep(key, old, name=b"key")
         store.device.automatic = False

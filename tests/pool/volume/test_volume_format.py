@@ -2,7 +2,9 @@
 
 import random
 import struct
+import zlib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import golden_volume
@@ -36,7 +38,7 @@ from shadowserve.pool.volume.format import (
 from shadowserve.pool.volume.verification import verify_volume
 from shadowserve.pool.volume.volume import Volume
 
-CORPUS = Path(__file__).parents[1] / "corpus" / "volume"
+CORPUS = sorted((Path(__file__).parents[1] / "corpus" / "volume").glob("*.bin"))
 KEYS = list(VALUES)
 
 
@@ -169,7 +171,7 @@ def test_a_gap_in_the_log_keeps_later_objects_and_no_stale_ones() -> None:
     store.drain()
     for number in range(20, 25):
         store.keep(KEYS[number], VALUES[KEYS[number]])
-    device = store.simulated
+    device = store.device
     for first in layout_of(device).log_firsts:
         device.rot((first + 13) * BLOCK_BYTES + 1000)
     after = Store(device.restart())
@@ -188,8 +190,7 @@ def test_the_older_snapshot_and_the_log_replace_a_damaged_one() -> None:
         store.keep(key, value[:3000])
         if number in (10, 20):
             store.snapshot()
-    device = store.simulated
-    device = device.restart()
+    device = store.device.restart()
     generation, layout = store.volume.snapshots.completed + 1, layout_of(device)
     device.rot((layout.snapshot_firsts[generation % 2] + 1) * BLOCK_BYTES + 300)
     after = Store(device)
@@ -204,8 +205,7 @@ def test_without_a_usable_snapshot_proven_objects_are_kept() -> None:
     store = Store(device_of())
     for turn in range(400):
         store.keep(KEYS[turn % 40], b"%d" % turn, flags=turn % 40 < 10)
-    device = store.simulated
-    device = device.restart()
+    device = store.device.restart()
     for first in layout_of(device).snapshot_firsts:
         device.rot(first * BLOCK_BYTES + 50)
     after = Store(device)
@@ -241,8 +241,6 @@ def test_a_misdirected_read_and_a_lost_write_are_misses(golden: SimulatedDevice)
 
 def resealed(block: bytes | bytearray, crc_at: int) -> bytes:
     """Return a block with a right checksum, so that the code behind the checksum is tested, too."""
-    import zlib
-
     data = bytearray(block)
     data[crc_at : crc_at + 4] = bytes(4)
     struct.pack_into("<I", data, crc_at, zlib.crc32(data))
@@ -270,13 +268,9 @@ def parse(block: bytes) -> None:
         unpack_name(block[at : at + RECORD_BYTES])
 
 
-def kept() -> list[bytes]:
-    return [path.read_bytes() for path in sorted(CORPUS.glob("*.bin"))]
-
-
-@pytest.mark.parametrize("number", range(len(kept())))
-def test_parsers_survive_the_corpus(number: int) -> None:
-    parse(kept()[number])
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_parsers_survive_the_corpus(path: Path) -> None:
+    parse(path.read_bytes())
 
 
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -348,14 +342,12 @@ def _reseal(device: SimulatedDevice, block: int, chance: random.Random) -> None:
 
 
 _DAMAGES: list[Callable[[SimulatedDevice, int, random.Random], None]] = [_rot, _zero, _swap, _reseal]
-_BLOCKS: list[bytes] = []
 
 
+@cache
 def _metadata() -> list[bytes]:
-    if not _BLOCKS:
-        device = golden_volume.load()
-        _BLOCKS.extend(block for number, block in device.blocks() if number < layout_of(device).data_first)
-    return _BLOCKS
+    device = golden_volume.load()
+    return [block for number, block in device.blocks() if number < layout_of(device).data_first]
 
 
 def test_records_with_impossible_extents_are_dropped() -> None:

@@ -10,14 +10,14 @@ def run(store: Store, steps: int = 50) -> None:
     """Complete all operations except writes of objects."""
     first = store.volume.superblock.layout.data_first * BLOCK_BYTES
     for _ in range(steps):
-        while store.simulated.complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
+        while store.device.complete(lambda each: each.kind is not OperationKind.WRITE or each.offset < first):
             pass
         store.step()
 
 
 def test_object_log_flush_and_acknowledgement_come_in_this_order() -> None:
     store = Store(device_of())
-    device = store.simulated
+    device = store.device
     store.drain()
     device.automatic = False
     device.trace.clear()
@@ -38,7 +38,7 @@ def test_object_log_flush_and_acknowledgement_come_in_this_order() -> None:
 
 def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
     store = Store(device_of())
-    device = store.simulated
+    device = store.device
     for number in range(20):
         store.keep(key(number), b"x")
     layout = store.volume.superblock.layout
@@ -49,13 +49,13 @@ def test_a_block_of_the_log_is_written_once_in_each_round() -> None:
 
 def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
     store = Store(device_of())
-    store.simulated.automatic = False
+    store.device.automatic = False
     store.put(key(1), b"value", what="put")
     store.expire(key(1), 1234)
     store.barrier("barrier")
     run(store)
     assert not store.settled
-    store.simulated.automatic = True
+    store.device.automatic = True
     store.drain()
     assert {what for what, _ in store.settled} == {"put", "barrier"}
 
@@ -63,19 +63,19 @@ def test_a_barrier_waits_for_an_expiry_that_waits_for_its_object() -> None:
 def test_a_snapshot_is_completed_after_the_writes_that_it_names() -> None:
     store = Store(device_of())
     store.keep(key(1), b"old")
-    store.simulated.automatic = False
+    store.device.automatic = False
     store.put(key(1), b"new")
     store.volume.snapshot()
     run(store)
     assert store.volume.snapshots.completed == 0
-    store.simulated.automatic = True
+    store.device.automatic = True
     store.drain()
     assert store.volume.snapshots.completed == 1
 
 
 def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() -> None:
     store = Store(device_of())
-    device = store.simulated
+    device = store.device
     for number in range(40):
         store.put(key(number), b"x")
     store.drain()
@@ -95,7 +95,7 @@ def test_slices_are_flushed_before_the_header_and_the_header_before_its_use() ->
 def test_a_failed_replacement_frees_the_old_extent_after_the_durable_removal() -> None:
     store = Store(device_of())
     store.keep(key(1), b"old")
-    device = store.simulated
+    device = store.device
     device.automatic = False
     device.fail(OperationKind.WRITE)
     store.put(key(1), b"new")
@@ -114,7 +114,7 @@ def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> Non
         if number % 8 == 0:
             store.drain()
     store.drain()
-    device = store.simulated
+    device = store.device
     before = device.copy()
     sequence = store.volume._log.sequence
     for number in range(62):
@@ -134,7 +134,7 @@ def test_blocks_of_a_crashed_run_do_not_follow_blocks_that_fill_the_gap() -> Non
 
 def test_reads_have_priority_and_snapshots_come_last() -> None:
     store = Store(device_of())
-    device = store.simulated
+    device = store.device
     seen: list[Operation] = []
     submit = device.submit
     device.submit = lambda operations: (seen.extend(operations), submit(operations))[1]
