@@ -99,7 +99,7 @@ class Described(Protocol):
 
     full_name: str
     parent: str
-    categories: Collection[str] | None
+    categories: tuple[str, ...]
     open_to_all: bool
 
 
@@ -159,7 +159,7 @@ class User:
             return True
         known = self._decided.get(command.full_name)
         if known is None:
-            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories)}
             known = self._decided[command.full_name] = self._decide(names)
         return known
 
