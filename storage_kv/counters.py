@@ -25,17 +25,11 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class CommandCounters:
-    """Counters of one command. Changed with the node's lock held.
+    """Counters of one command, and the durations of its timed calls. Changed with the node's lock held."""
 
-    Attributes:
-        calls: Number of executions, failures included.
-        rejected: Number of refusals before execution: wrong number of arguments, no permission.
-        durations: Durations of the timed calls.
-    """
-
-    calls: int = 0
+    calls: int = 0  # number of executions, failures included
     failed: int = 0
-    rejected: int = 0
+    rejected: int = 0  # number of refusals before execution: wrong number of arguments, no permission
     durations: LatencyHistogram = field(default_factory=lambda: LatencyHistogram(COMMAND_SECONDS))
 
     def timed(self, handler: Callable[..., _T], *arguments: object) -> _T:

@@ -34,18 +34,13 @@ class View:
 
 
 class Row(NamedTuple):
-    """One counter or gauge.
-
-    Attributes:
-        source: Path of the attribute in a :class:`View`, or a function of it.
-        info: Section of INFO; with a colon, its name there. Empty for none.
-    """
+    """One counter or gauge."""
 
     kind: Kind
-    source: str | Callable[[View], float | None]
+    source: str | Callable[[View], float | None]  # path of the attribute in a :class:`View`, or a function of it
     name: str
     help: str
-    info: str = ""
+    info: str = ""  # section of INFO; with a colon, its name there. Empty for none
 
     def value(self, view: Any) -> float | None:
         found: float | None = self.source(view) if callable(self.source) else attrgetter(self.source)(view)

@@ -76,21 +76,13 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 @dataclass(slots=True)
 class _SetOptions:
-    """The options of SET and GETEX. Only one of the options about expiry may be given, but repeatedly.
+    """The options of SET and GETEX. Only one of the options about expiry may be given, but repeatedly."""
 
-    Attributes:
-        condition: NX, XX or empty.
-        returns_old: GET is given.
-        keeps_expiry: KEEPTTL is given.
-        ends_expiry: PERSIST is given.
-        expiry: The given expiry option and its argument.
-    """
-
-    condition: bytes = b""
-    returns_old: bool = False
-    keeps_expiry: bool = False
-    ends_expiry: bool = False
-    expiry: tuple[bytes, Argument] | None = None
+    condition: bytes = b""  # NX, XX or empty
+    returns_old: bool = False  # GET is given
+    keeps_expiry: bool = False  # KEEPTTL is given
+    ends_expiry: bool = False  # PERSIST is given
+    expiry: tuple[bytes, Argument] | None = None  # the given expiry option and its argument
 
     @classmethod
     def parse(cls, options: list[Argument], *, of_set: bool = True) -> "_SetOptions":
