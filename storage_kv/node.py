@@ -30,7 +30,6 @@ from storage_kv.fleet import Fleet
 from storage_kv.link_load import LinkLoad
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.reconfiguration import Reconfiguration
-from storage_kv.reply import Part, drop_parts
 from storage_kv.session import Session, Watch
 
 _log = logging.getLogger(__name__)
@@ -234,10 +233,6 @@ class Node:
         for key in keys:
             for session in self.watchers.get(key, ()):
                 session.watch.failed = True
-
-    def drop(self, parts: Iterable[Part]) -> None:
-        """Release held parts of replies that will not be sent. Needs the lock."""
-        drop_parts(parts, self.store)
 
     def read(self, key: Address, *, touch: bool = True, lookup: bool = False) -> Item | None:
         """Return the item of a qualified key for a reading command, and count a hit or a miss.

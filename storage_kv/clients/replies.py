@@ -6,7 +6,7 @@ from typing import Final
 
 from storage_kv.clients.transport import Transport
 from storage_kv.node import Node
-from storage_kv.reply import DeferredReply, Part, Ready, ValueSlice
+from storage_kv.reply import DeferredReply, Part, Ready, ValueSlice, drop_parts
 from storage_kv.session import Session
 
 _IOVEC_MAX: Final = 64
@@ -180,7 +180,7 @@ class Replies:
                     self._node.lent.unpin(part.pin_key)
                 elif isinstance(part, DeferredReply) and part.is_lent:
                     self._node.lent.unpin(id(part))
-            self._node.drop(queue)
+            drop_parts(queue, self._node.store)
             queue.clear()
         self.out_bytes = self.waiting_bytes = self.lent_bytes = self.deferred = 0
         self.count_load()

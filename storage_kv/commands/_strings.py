@@ -22,7 +22,7 @@ from storage_kv.commands._arguments import (
     when_durable,
 )
 from storage_kv.node import Node
-from storage_kv.reply import CommandError, Continuation, Part, Reply
+from storage_kv.reply import CommandError, Continuation, Part, Reply, drop_parts
 from storage_kv.session import Argument, Session
 
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
@@ -283,7 +283,7 @@ def _store(node: Node, session: Session, write: _Write, chunk: _RecordInfo) -> b
     try:
         ticket = _insert(node, name, write.value, chunk, expires_at_ms)
     except (CommandError, BusyError):
-        node.drop(old_value.reply(None))
+        drop_parts(old_value.reply(None), store)
         raise
     return old_value.reply(ticket)
 
