@@ -145,7 +145,6 @@ class Calibration:
         return total.digest()
 
     def preset(self, name: str) -> Steps:
-        """Return the steps of a preset."""
         return Steps(self.steps[name], self.centres, self.frequencies)
 
     def write(self, path: Path) -> None:

@@ -181,7 +181,6 @@ class StreamRecords:
 
     @property
     def reads(self) -> int:
-        """Number of running reads."""
         return self.far.reads
 
     def _address(self, index: int) -> tuple[int, bytes]:

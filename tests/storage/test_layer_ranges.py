@@ -40,7 +40,8 @@ def restarted(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> F
     """Start a node whose records are on a device, or in a bucket; none is in memory."""
     if request.param == "device":
         return far_node(start, "--devices", f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]')
-    return far_node(start, *bucket_flags(request.getfixturevalue("faulty").endpoint, gather_s=0.2, object_bytes=4 * MIB))
+    faulty = request.getfixturevalue("faulty")
+    return far_node(start, *bucket_flags(faulty.endpoint, gather_s=0.2, object_bytes=4 * MIB))
 
 
 def far_node(start: Start, *below: str) -> FarNode:
