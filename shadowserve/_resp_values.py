@@ -1,16 +1,13 @@
 """RESP values as Python objects, and their encoding. :mod:`shadowserve.resp` exports all names."""
 
-import enum
 import math
 from collections.abc import Iterable
 from typing import Final, TypeAlias
 
 __all__ = [
-    "NULL_ARRAY",
     "BigNumber",
     "ErrorReply",
     "Map",
-    "NullArray",
     "Push",
     "SetReply",
     "SimpleString",
@@ -29,16 +26,6 @@ __all__ = [
 CRLF: Final = b"\r\n"
 _INT64_MIN: Final = -(1 << 63)
 _INT64_MAX: Final = (1 << 63) - 1
-
-
-class NullArray(enum.Enum):
-    """The type of :data:`NULL_ARRAY`."""
-
-    NULL_ARRAY = "null array"
-
-
-NULL_ARRAY: Final = NullArray.NULL_ARRAY
-"""For encoding only: RESP2's ``*-1``, the null of some commands; others use ``$-1``. Both are read as None."""
 
 
 class SimpleString(bytes):
@@ -86,7 +73,7 @@ class Push(list["Value"]):
     """Out-of-band data (RESP3 ``>``); its first element is its kind."""
 
 
-Value: TypeAlias = None | bool | int | float | bytes | memoryview | list["Value"] | NullArray
+Value: TypeAlias = None | bool | int | float | bytes | memoryview | list["Value"]
 """None: null; bool, float: RESP3's; int: integer; bytes: bulk; memoryview: a bulk received as :class:`LargeBulk`;
 list: array; the classes above for others."""
 
@@ -135,8 +122,6 @@ def encode(value: Value, protocol: int = 2) -> bytes:
         return _encode_list(value, protocol)
     if value is None:
         return encode_null(protocol)
-    if isinstance(value, NullArray):
-        return encode_null(3) if protocol == 3 else b"*-1\r\n"
     return _encode_number(value, protocol)
 
 

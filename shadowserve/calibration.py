@@ -90,21 +90,16 @@ class PlacedSteps:
 class Calibration:
     """Steps and centres of all channels of a model.
 
-    Attributes:
-        rope: The model's rotary embedding: ``rope_parameters`` of its configuration, as JSON; empty without any.
-        steps: For each preset, [layers, kinds, heads, head size]; ``centres`` likewise.
-        frequencies: As in :class:`Steps`.
-
     Raises:
         ValueError: A tensor is missing, or has another shape or type, or a number out of range.
     """
 
     model: str
     architecture: str
-    rope: str
-    steps: Mapping[str, Floats]
+    rope: str  # the model's rotary embedding: ``rope_parameters`` of its configuration, as JSON; empty without any
+    steps: Mapping[str, Floats]  # for each preset, [layers, kinds, heads, head size]; ``centres`` likewise
     centres: Floats
-    frequencies: npt.NDArray[np.float64]
+    frequencies: npt.NDArray[np.float64]  # as in :class:`Steps`
 
     def __post_init__(self) -> None:
         for name, text in (("model", self.model), ("architecture", self.architecture), ("rope", self.rope)):
@@ -150,7 +145,6 @@ class Calibration:
         return total.digest()
 
     def preset(self, name: str) -> Steps:
-        """Return the steps of a preset."""
         return Steps(self.steps[name], self.centres, self.frequencies)
 
     def write(self, path: Path) -> None:

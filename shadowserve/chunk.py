@@ -63,7 +63,6 @@ class DType(_Labelled):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element."""
         return (1, 2, 2, 4, 1)[self]
 
 

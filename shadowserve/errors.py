@@ -24,7 +24,7 @@ miss with a reason: a cache must not fail a request.
 """
 
 import errno
-from typing import Final
+from typing import Any, Final
 
 _NOT_BEGUN: Final = frozenset({errno.EAGAIN, errno.EINTR, errno.EBUSY})
 _PASSING: Final = _NOT_BEGUN | {errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT}
@@ -41,7 +41,16 @@ def is_passing(error: BaseException, *, flushing: bool = False) -> bool:
 
 
 class ShadowServeError(Exception):
-    """Base class of all errors."""
+    """Base class of all errors. Engines send errors between processes, with their fields."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, vars(self))
+
+
+def _rebuilt(kind: type[ShadowServeError], args: tuple[Any, ...], fields: dict[str, Any]) -> ShadowServeError:
+    error = kind.__new__(kind, *args)
+    vars(error).update(fields)
+    return error
 
 
 class ConfigurationError(ShadowServeError):
@@ -83,9 +92,6 @@ class NativeError(ShadowServeError):
         super().__init__(message)
         self.result = result  # value of ``enum ss_result``
 
-    def __reduce__(self) -> tuple[type["NativeError"], tuple[str, int]]:
-        return type(self), (str(self), self.result)
-
 
 class DataPlaneError(ShadowServeError):
     """A call to the data plane failed."""
@@ -93,9 +99,6 @@ class DataPlaneError(ShadowServeError):
     def __init__(self, message: str, outcome: str) -> None:
         super().__init__(message)
         self.outcome = outcome  # name of the ``Outcome`` in lower case without its prefix, such as ``"unknown_memory"``
-
-    def __reduce__(self) -> tuple[type["DataPlaneError"], tuple[str, str]]:
-        return type(self), (str(self), self.outcome)
 
 
 class NotInstalledError(ShadowServeError, ImportError):
@@ -106,9 +109,6 @@ class NotInstalledError(ShadowServeError, ImportError):
         self.missing = missing  # the missing library or package, and the feature that needs it
         self.remedy = remedy  # how to install it
 
-    def __reduce__(self) -> tuple[type["NotInstalledError"], tuple[str, str]]:
-        return type(self), (self.missing, self.remedy)
-
 
 class DeviceError(ShadowServeError):
     """A block device cannot be opened or does not answer."""
@@ -116,9 +116,6 @@ class DeviceError(ShadowServeError):
     def __init__(self, message: str, errno: int = 0) -> None:
         super().__init__(message)
         self.errno = errno  # the system's error number; 0 if unknown
-
-    def __reduce__(self) -> tuple[type["DeviceError"], tuple[str, int]]:
-        return type(self), (str(self), self.errno)
 
 
 class BusyError(ShadowServeError):

@@ -94,7 +94,6 @@ class FairQueue(Generic[T]):
         return self._tenants.names()
 
     def waiting(self, tenant: Hashable) -> int:
-        """Return the number of a tenant's items."""
         return self._counts[tenant]
 
     def first(self, tenant: Hashable) -> T | None:
@@ -121,7 +120,6 @@ class FairQueue(Generic[T]):
             self.discard(tenant, client, next(iter(clients.values[client])))
 
     def discard(self, tenant: Hashable, client: Hashable, item: T) -> None:
-        """Remove an item that waits."""
         clients = self._tenants.values[tenant]
         items = clients.values[client]
         del items[item]

@@ -78,14 +78,13 @@ class KVNamespace:
 
     Attributes:
         group: KV cache group: its cache type, and its layers if several groups of the model have the same type.
-        steps: Name of the steps of ``weighted``: the preset and the digest of its calibration; else empty.
     """
 
     model: ModelIdentity  # identity of the model
     layers: tuple[int, int]  # range [first, end) of layers in the group
     heads: tuple[int, int]  # range [first, end) of KV heads in the model; (0, 1) for a latent, which all ranks share
     group: str = "full"
-    steps: str = ""
+    steps: str = ""  # name of the steps of ``weighted``: the preset and the digest of its calibration; else empty
 
     def name(self, layout: ChunkLayout) -> ChunkLayout:
         """Return the layout of this shard's chunks, with their namespace.

@@ -50,7 +50,6 @@ class RespClient(asyncio.Protocol):
 
     Attributes:
         closed: Resolves with the reason when the connection is closed.
-        traces: The server knows KV.TRACE, and records spans, as far as is known.
     """
 
     def __init__(self, name: str, silence_max_s: float, answers: Answers | None = None) -> None:
@@ -66,7 +65,7 @@ class RespClient(asyncio.Protocol):
         self._watch: asyncio.TimerHandle | None = None
         self._reason = f"storage {name} closed the connection"
         self.closed: asyncio.Future[str] = self._loop.create_future()
-        self.traces = False
+        self.traces = False  # the server knows KV.TRACE, and records spans, as far as is known
 
     async def open(
         self,

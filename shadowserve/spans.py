@@ -66,17 +66,13 @@ class _Limiter:
 
 
 class Span:
-    """A span that has begun. Without a recorder, it does nothing.
-
-    Attributes:
-        context: Its ``traceparent``; empty if it is not recorded.
-    """
+    """A span that has begun. Without a recorder, it does nothing."""
 
     __slots__ = ("_recorded", "context")
 
     def __init__(self, recorded: Any = None) -> None:
         self._recorded = recorded
-        self.context = ""
+        self.context = ""  # its ``traceparent``; empty if it is not recorded
         if recorded is not None:
             ids = recorded.get_span_context()
             self.context = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-01"

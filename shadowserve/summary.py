@@ -94,18 +94,13 @@ class Samples:
 
 @dataclass(frozen=True)
 class Window:
-    """The metrics now, and their change since an earlier moment or since the start.
-
-    Attributes:
-        seconds: Length of the window; 0: unknown.
-        from_start: The window begins at the program's start.
-    """
+    """The metrics now, and their change since an earlier moment or since the start."""
 
     now: Samples
     before: Samples
     prefix: str
-    seconds: float
-    from_start: bool
+    seconds: float  # length of the window; 0: unknown
+    from_start: bool  # the window begins at the program's start
 
     def total(self, name: str) -> float:
         return self.now.total(self.prefix + name)

@@ -7,11 +7,9 @@ from storage_kv.reply import Reply
 
 
 class CommandSpans:
-    """The commands of one connection that belong to a span of the client. Used by its thread.
+    """The commands of one connection that belong to a span of the client, by its context. Used by its thread.
 
-    Args:
-        context: Context of the span that they belong to.
-        count: Number of commands; negative for all until the next KV.TRACE.
+    ``count``: number of commands; negative for all until the next KV.TRACE.
     """
 
     __slots__ = ("_commands", "_context", "_counts", "_left", "_span")

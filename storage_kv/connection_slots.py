@@ -23,7 +23,6 @@ class ConnectionSlots:
         self._config = config
         self._has_tenants = has_tenants
         self.unauthenticated = 0
-        self.authenticated = 0
         self.by_tenant: dict[str, int] = {}
         self._by_network: dict[str, dict[int, Session]] = {}  # unauthenticated, the oldest first
 
@@ -36,7 +35,7 @@ class ConnectionSlots:
             return used < slots
         reserved = slots // _RESERVED_SHARE
         is_modest = used * max(2, len(self.by_tenant) + 1) < reserved
-        return 2 * used < slots and (is_modest or self.authenticated < slots - reserved)
+        return 2 * used < slots and (is_modest or sum(self.by_tenant.values()) < slots - reserved)
 
     def enter(self, session: Session) -> None:
         """Count a session by its present state."""
@@ -44,7 +43,6 @@ class ConnectionSlots:
         if session.authenticated:
             session.slot_tenant = tenant = session.user.tenant
             self.by_tenant[tenant] = self.by_tenant.get(tenant, 0) + 1
-            self.authenticated += 1
         else:
             self._by_network.setdefault(network_of(session.address), {})[session.id] = session
             self.unauthenticated += 1
@@ -53,7 +51,6 @@ class ConnectionSlots:
         if session.slot_tenant is not None:
             tenant, session.slot_tenant = session.slot_tenant, None
             self.by_tenant[tenant] -= 1
-            self.authenticated -= 1
             if not self.by_tenant[tenant]:
                 del self.by_tenant[tenant]
             return

@@ -17,16 +17,12 @@ _APPEARS_S: Final = 60.0
 
 
 class Fleet:
-    """The members, which may change while the node runs.
-
-    Attributes:
-        nodes: Number of members; 0 if the node is none of them.
-        refused: Number of lists that could not be read or used.
-    """
+    """The members, which may change while the node runs."""
 
     def __init__(self, config: FleetConfig | None) -> None:
         """ConfigurationError: the file of members cannot be used."""
-        self.nodes = self.refused = 0
+        self.nodes = 0  # number of members; 0 if the node is none of them
+        self.refused = 0  # number of lists that could not be read or used
         self._own: frozenset[int] = frozenset()
         self._known: Mapping[str, float] = {}
         self._address, self._appears_until_s = "", 0.0

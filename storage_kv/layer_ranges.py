@@ -97,42 +97,31 @@ class Sources(dict[int, Bytes | None]):
 
 
 class _Group:
-    """Consecutive layers ``[first, last)`` of the request, in which a record has at most one range.
-
-    Attributes:
-        records, begins, ends: Numbers of the far records that have a range, and its first byte and end.
-        asked: Number of records whose range is being read or was read.
-        waiting: Number of records whose range has not come.
-        sources: None before the first read and after the last layer.
-    """
+    """Consecutive layers ``[first, last)`` of the request, in which a record has at most one range."""
 
     __slots__ = ("asked", "begins", "ends", "first", "held", "last", "lost", "records", "size", "sources", "waiting")
 
     def __init__(self, first: int, last: int, begins: Table, ends: Table) -> None:
         found = np.flatnonzero(ends > begins)
         self.first, self.last = first, last
+        # Numbers of the far records that have a range, and its first byte and end:
         self.records, self.begins, self.ends = found.astype(np.uint16), begins[found], ends[found]
         self.size = int(self.ends.sum(dtype=np.int64) - self.begins.sum(dtype=np.int64))
-        self.asked, self.waiting = 0, len(found)
-        self.sources: Sources | None = None
+        self.asked = 0  # number of records whose range is being read or was read
+        self.waiting = len(found)  # number of records whose range has not come
+        self.sources: Sources | None = None  # None before the first read and after the last layer
         self.held: list[Item | Lease] = []
         self.lost: list[int] = []
 
 
 class FarRecords:
-    """The far records of one request. Used by the thread of all streams; callbacks of reads come in any thread.
-
-    Attributes:
-        needed_bytes: Size of the far records so far.
-        least_bytes: Bytes of reads that must have room.
-        reads: Number of running reads of the whole stream.
-        sent: Number of layers that were sent.
-    """
+    """The far records of one request. Used by the thread of all streams; callbacks of reads come in any thread."""
 
     def __init__(self, node: Node, client: int, layers: Sequence[int], wake: Callable[[], None]) -> None:
         self._node, self._client, self._wake = node, client, wake
         self._layers = layers
-        self._count = self._header_bytes = self.needed_bytes = 0
+        self._count = self._header_bytes = 0
+        self.needed_bytes = 0  # size of the far records so far
         self._keeps = True
         self._added: set[int] = set()
         self._records: dict[int, _Far] = {}
@@ -142,7 +131,8 @@ class FarRecords:
         self._asked = self._sending = self._released = 0  # groups
         self._came: list[Callable[[], None]] = []  # answers that wait for the end of a hold of the node's lock
         self._lock = threading.Lock()
-        self.reads = self.sent = 0
+        self.reads = 0  # number of running reads of the whole stream
+        self.sent = 0  # number of layers that were sent
 
     def __bool__(self) -> bool:
         return bool(self._groups)
@@ -163,6 +153,7 @@ class FarRecords:
 
     @property
     def least_bytes(self) -> int:
+        """Return the bytes of reads that must have room."""
         return min(self.needed_bytes, self._header_bytes + self._count * _GROUPS_AHEAD * self._part())
 
     def _part(self) -> int:
@@ -245,8 +236,8 @@ class FarRecords:
     def plan(self, begins: Table, lengths: Table, room: int) -> str:
         """Divide the layers into groups; return why that is impossible, empty if it is possible.
 
-        Args:
-            begins, lengths: By layer and record of the request; ``begins`` of far records become those in their ranges.
+        ``begins`` and ``lengths`` are by layer and record of the request. ``begins`` of far records become those in
+        their ranges.
         """
         self._room = room
         self._indices = [index for index, far in self._records.items() if not far.is_lost]

@@ -150,15 +150,6 @@ class StreamRecords:
     """The records of a request: their sizes, their bytes in memory, and the layers in them.
 
     Used by the thread of all streams, some keys at a time.
-
-    Attributes:
-        position: Index of the next key to work on.
-        sized_bytes: Size of the records, of the keys added up so far.
-        far: The records that are read while others are sent.
-        is_reserved: It may keep records in memory, at most ``reserved_bytes``.
-        lost: Number of failed reads.
-        records: Bytes of each record in memory, of a far one its header; None for no record.
-        bits: Size of each layer in bits, once known.
     """
 
     def __init__(
@@ -174,21 +165,22 @@ class StreamRecords:
         self.layers = np.array(layers, np.uint16)
         self._names = b"".join(names)
         self._name_ends = np.cumsum([len(name) for name in names], dtype=np.uint32)
-        self.position = self.lost = 0
-        self.sized_bytes = self.reserved_bytes = self._kept_bytes = 0
-        self.is_reserved = False
+        self.position = 0  # index of the next key to work on
+        self.lost = 0  # number of failed reads
+        self.sized_bytes = 0  # size of the records, of the keys added up so far
+        self.reserved_bytes = self._kept_bytes = 0
+        self.is_reserved = False  # it may keep records in memory, at most ``reserved_bytes``
         self._held: list[Item | Lease] = []
-        self.records: list[bytes | memoryview | None] = []
+        self.records: list[bytes | memoryview | None] = []  # bytes in memory, of a far record its header
         self._begins: npt.NDArray[np.uint32] = np.zeros((0, 0), np.uint32)
         self._lengths = self._begins
-        self.bits: list[int] = []
-        self.error = b""
+        self.bits: list[int] = []  # size of each layer in bits, once known
+        self.error = b""  # error reply for all layers that are not resolved; empty for none
         self._wake = wake
-        self.far = FarRecords(node, session.id, layers, wake)
+        self.far = FarRecords(node, session.id, layers, wake)  # the records that are read while others are sent
 
     @property
     def reads(self) -> int:
-        """Number of running reads."""
         return self.far.reads
 
     def _address(self, index: int) -> tuple[int, bytes]:
@@ -327,23 +319,7 @@ class StreamRecords:
 
 
 class Stream(StreamRecords):
-    """One request: its reply and its place in the schedule.
-
-    Attributes:
-        account: Account of its memory beside the records.
-        ends_s: Deadline, of ``time.monotonic()``.
-        head: The first element of the reply.
-        parts: Layers of the reply; those from ``resolved`` on are not resolved.
-        sent: Number of layers that are sent or dropped.
-        partly_sent_bytes: Sent bytes of the layer that is being sent.
-        unsent_bits: Size of the layers from ``resolved`` on, as it was known at the start.
-        soon_bits_max: Most bits of them that count in the node's load.
-        is_active: Its layers are being sent.
-        has_link_share: Its flow is in the shaper.
-        error: Error reply for all layers that are not resolved; empty for none.
-        is_ended: All its parts are resolved.
-        abort_s: When its connection is aborted if it has not sent all; 0.0 for never.
-    """
+    """One request: its reply and its place in the schedule."""
 
     def __init__(
         self,
@@ -355,15 +331,23 @@ class Stream(StreamRecords):
         wake: Callable[[], None],
     ) -> None:
         super().__init__(node, session, names, layers, wake)
-        self.account = account
+        self.account = account  # account of its memory beside the records
         self.share = session.share
-        self.limit, self.window_s, self.ends_s, self.soon_bits_max = inf, WINDOW_S_MIN, inf, inf
+        self.limit, self.window_s = inf, WINDOW_S_MIN
+        self.ends_s = inf  # deadline, of ``time.monotonic()``
         self.flow: Flow | None = None
-        self.resolved = self.sent = self.partly_sent_bytes = self.unsent_bits = 0
-        self.abandoned = self.is_ended = self.is_active = self.has_link_share = False
-        self.abort_s = 0.0
+        self.resolved = 0  # number of layers whose parts are resolved
+        self.sent = 0  # number of layers that are sent or dropped
+        self.partly_sent_bytes = 0  # sent bytes of the layer that is being sent
+        self.unsent_bits = 0  # size of the layers that are not resolved, as it was known at the start
+        self.soon_bits_max = inf  # most bits of them that count in the node's load
+        self.abandoned = False
+        self.is_ended = False  # all its parts are resolved
+        self.is_active = False  # its layers are being sent
+        self.has_link_share = False  # its flow is in the shaper
+        self.abort_s = 0.0  # when its connection is aborted if it has not sent all; 0.0 for never
         self._unread_s, self._unread_bits = 0.0, 0
-        self.head = _Part(node, 16 * self.keys, self)
+        self.head = _Part(node, 16 * self.keys, self)  # the first element of the reply
         self.parts = [_Part(node, 4 * self.keys, self) for _ in layers]
 
     # ---- Called by connections

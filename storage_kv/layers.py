@@ -113,14 +113,10 @@ class LayerStreams:
     def open(
         self, session: Session, names: Sequence[bytes], layers: Sequence[int], limit: float, window_s: float
     ) -> list[Part]:
-        """Start a request for layers of records; return the parts of its reply. Needs the node's lock.
+        """Start a request for layers of records, both in their order; return the parts of its reply.
 
-        Args:
-            session: Session of the client.
-            names: Names of the records in the order of the prefix.
-            layers: Numbers of the layers in the order of sending.
-            limit: Highest rate in bits per second; infinite for none.
-            window_s: Seconds that the client computes with each layer.
+        ``limit``: highest rate in bits per second, infinite for none. ``window_s``: time that the client computes with
+        each layer. Needs the node's lock.
         """
         memory, size = self._node.memory, memory_of(names, layers)
         used, used_max = memory.used_by(session.share), memory.share(session.share)

@@ -9,17 +9,12 @@ _SMOOTHING: Final = 0.3  # weight of a measurement that is lower than the rate s
 
 
 class LinkLoad:
-    """Bytes that wait for clients, and the rate at which bytes leave. Needs the node's lock.
-
-    Attributes:
-        replies_bytes: Bytes of replies that could be sent now.
-        layers_bytes: Bytes of requests for layers that are not part of replies yet, and may be sent soon.
-        is_asked: A client has asked for the load.
-    """
+    """Bytes that wait for clients, and the rate at which bytes leave. Needs the node's lock."""
 
     def __init__(self) -> None:
-        self.replies_bytes = self.layers_bytes = 0
-        self.is_asked = False
+        self.replies_bytes = 0  # bytes of replies that could be sent now
+        self.layers_bytes = 0  # bytes of requests for layers that are not part of replies yet, and may be sent soon
+        self.is_asked = False  # a client has asked for the load
         self._bytes_per_s = 0.0  # not measured yet
         self._measured_s, self._sent_bytes, self._was_busy = inf, 0, False
 

@@ -6,7 +6,8 @@ where Redis has one. Values are read when they are shown.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final, Literal, NamedTuple
 
@@ -33,18 +34,13 @@ class View:
 
 
 class Row(NamedTuple):
-    """One counter or gauge.
+    """One counter or gauge."""
 
-    Attributes:
-        source: Path of the attribute in a :class:`View`, or a function of it.
-        info: Section of INFO; with a colon, its name there. Empty for none.
-    """
-
-    source: str | Callable[[View], float | None]
-    name: str
     kind: Kind
+    source: str | Callable[[View], float | None]  # path of the attribute in a :class:`View`, or a function of it
+    name: str
     help: str
-    info: str = ""
+    info: str = ""  # section of INFO; with a colon, its name there. Empty for none
 
     def value(self, view: Any) -> float | None:
         found: float | None = self.source(view) if callable(self.source) else attrgetter(self.source)(view)
@@ -55,17 +51,8 @@ class Row(NamedTuple):
         return self.info.partition(":")[2] or self.name
 
 
-def _counter(source: str | Callable[[View], float], name: str, help: str, info: str = "") -> Row:
-    return Row(source, name, "counter", help, info)
-
-
-def _counted(name: str, help: str, info: str = "ShadowServe") -> Row:
-    """Return the row of an attribute of Counters."""
-    return _counter(f"counters.{name}", name, help, info)
-
-
-def _gauge(source: str | Callable[[View], float], name: str, help: str, info: str = "") -> Row:
-    return Row(source, name, "gauge", help, info)
+_counter: Final = partial(Row, "counter")
+_gauge: Final = partial(Row, "gauge")
 
 
 def _unsent_bytes(view: View) -> float:
@@ -82,44 +69,7 @@ def _changes(attribute: str) -> Callable[[View], float]:
 
 # fmt: off
 NODE: Final = (
-    _counted("connections", "Accepted connections.", "Stats:total_connections_received"),
-    _counted("connections_rejected",
-             "Connections closed because there was no free connection slot.", "Stats:rejected_connections"),
-    _counted("connections_denied", "Connections refused by protected mode."),
-    _counted("commands", "Executed commands.", "Stats:total_commands_processed"),
-    _counted("command_errors", "Error replies.", "Stats:total_error_replies"),
-    _counted("busy_refusals", "Writes that had to wait because too many others were unfinished.", "Devices"),
-    _counted("unknown_commands", "Requests for commands that do not exist."),
-    _counted("protocol_errors", "Connections closed because of malformed input."),
-    _counted("http_refused", "Connections closed because the client sent HTTP."),
-    _counted("unauthenticated_closed", "Connections closed because they did not authenticate in time."),
-    _counted("unauthenticated_evicted", "Unauthenticated connections closed in favour of new ones."),
-    _counted("clients_evicted",
-             "Connections closed because other clients needed their memory.", "Stats:evicted_clients"),
-    _counted("clients_stalled", "Connections closed because a request or reply made no progress."),
-    _counted("clients_idle", "Connections closed because they were idle."),
-    _counted("authentication_failures", "Failed authentications.", "Stats:acl_access_denied_auth"),
-    _counted("tls_failures", "Failed TLS handshakes."),
-    _counted("commands_denied", "Commands refused because the user may not run them.", "Stats:acl_access_denied_cmd"),
-    _counted("keys_denied",
-             "Commands refused because the user may not access their keys.", "Stats:acl_access_denied_key"),
-    _counted("throttled", "Times that a client had to wait because its tenant exceeded its rates."),
-    _counted("received_bytes", "Received bytes.", "Stats:total_net_input_bytes"),
-    _counted("sent_bytes", "Sent bytes.", "Stats:total_net_output_bytes"),
-    _counted("hits", "Keys found by reading commands.", "Stats:keyspace_hits"),
-    _counted("misses", "Keys not found by reading commands.", "Stats:keyspace_misses"),
-    _counted("lookup_hits", "Part of hits: keys found by commands that do not return the value.", "Stats"),
-    _counted("lookup_misses", "Part of misses: keys not found by commands that do not return the value.", "Stats"),
-    _counted("lost_values", "Keys found whose bytes could not be read; answered as misses."),
-    _counted("meta_keys", "Keys requested by KV.META."),
-    _counted("layer_streams", "Requests for layers (KV.LAYERS)."),
-    _counted("layer_streams_failed", "Requests for layers that failed because of a bug; the log has the details."),
-    _counted("layer_streams_closed", "Requests for layers refused or ended because they took too long."),
-    _counted("layers_sent", "Sent layers, each of a whole prefix."),
-    _counted("layer_bytes_sent", "Bytes of sent layers."),
-    _counted("records_stored", "Stored records."),
-    _counted("records_kept", "Records that were not stored because they existed already."),
-    _counted("records_refused", "Records refused because they are invalid."),
+    *(_counter(f"counters.{each.name}", each.name, **each.metadata) for each in fields(Counters) if each.metadata),
     _counter("audit.written", "audit_lines", "Lines written to the audit log.", "ShadowServe"),
     _counter("audit.lost", "audit_lines_lost", "Lines that could not be written to the audit log.", "ShadowServe"),
     _gauge(lambda view: len(view.node.sessions), "clients", "Open connections."),

@@ -30,7 +30,6 @@ from storage_kv.fleet import Fleet
 from storage_kv.link_load import LinkLoad
 from storage_kv.pending_keys import PendingKeys
 from storage_kv.reconfiguration import Reconfiguration
-from storage_kv.reply import Part, drop_parts
 from storage_kv.session import Session, Watch
 
 _log = logging.getLogger(__name__)
@@ -53,16 +52,8 @@ class ServerInfo:
 class Node:
     """One storage node.
 
-    Attributes:
-        lock: Held while the store, the counters or the sessions are used. Its holder waits for nothing. Commands run
-            under it, so that each is atomic.
-        watchers: Sessions that watch a qualified key.
-        log_limiter: Limits repeated log lines that any client can cause.
-        memory: Memory budget of incoming requests and copied replies.
-        lent: Memory budget of stored values that are being sent.
-        changes: Logs of the keys that came and went; None if ``events_bytes_max`` is 0.
-        streams: LayerStreams for KV.LAYERS, of a module above this one; None while no server runs.
-        limiters: Rate limiters by name of tenant.
+    The ``lock`` is held while the store, the counters or the sessions are used. Its holder waits for nothing. Commands
+    run under it, so that each is atomic.
     """
 
     reconfiguration: Reconfiguration
@@ -76,18 +67,18 @@ class Node:
     lock: threading.Lock = field(default_factory=threading.Lock)
     audit: AuditLog = field(default_factory=AuditLog)
     auth_throttle: AuthenticationThrottle = field(default_factory=AuthenticationThrottle)
-    watchers: dict[Address, set[Session]] = field(default_factory=dict)
-    log_limiter: Incidents = field(default_factory=Incidents)
+    watchers: dict[Address, set[Session]] = field(default_factory=dict)  # sessions that watch a qualified key
+    log_limiter: Incidents = field(default_factory=Incidents)  # limits repeated log lines that any client can cause
     fleet: Fleet = field(default_factory=lambda: Fleet(None))
     slots: ConnectionSlots = field(init=False)
-    memory: MemoryBudget = field(init=False)
-    lent: MemoryBudget = field(init=False)
+    memory: MemoryBudget = field(init=False)  # memory budget of incoming requests and copied replies
+    lent: MemoryBudget = field(init=False)  # memory budget of stored values that are being sent
     load: LinkLoad = field(default_factory=LinkLoad)
     pending_keys: PendingKeys = field(init=False)
     prefetches: "Prefetches" = field(init=False)
-    streams: Any = None
-    changes: Changes | None = None
-    limiters: dict[str, RateLimiter] = field(init=False)
+    streams: Any = None  # LayerStreams for KV.LAYERS, of a module above this one; None while no server runs
+    changes: Changes | None = None  # logs of the keys that came and went; None if ``events_bytes_max`` is 0
+    limiters: dict[str, RateLimiter] = field(init=False)  # rate limiters by name of tenant
 
     def __post_init__(self) -> None:
         self.slots = ConnectionSlots(lambda: self.config, self.has_tenants)
@@ -242,10 +233,6 @@ class Node:
         for key in keys:
             for session in self.watchers.get(key, ()):
                 session.watch.failed = True
-
-    def drop(self, parts: Iterable[Part]) -> None:
-        """Release held parts of replies that will not be sent. Needs the lock."""
-        drop_parts(parts, self.store)
 
     def read(self, key: Address, *, touch: bool = True, lookup: bool = False) -> Item | None:
         """Return the item of a qualified key for a reading command, and count a hit or a miss.

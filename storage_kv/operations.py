@@ -8,7 +8,6 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from prometheus_client import CollectorRegistry
@@ -35,76 +34,16 @@ _PREFIX: Final = "shadowserve_storage_"
 _FAMILIES: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
 
 
-@dataclass(eq=False)
-class Condition:
-    """State of the node for health checks, which run in threads of their own.
-
-    ``loops``: loops and threads that must answer, by name: a function that makes them call a function soon.
-    """
-
-    node: Node
-    loops: dict[str, Callable[[Callable[[], None]], Any]] = field(default_factory=dict)
-    recovered: bool = False
-    recovery_s: float = 0.0
-    recovered_keys: int = 0
-    listening: str = ""
-    draining: bool = False
-
-    def health(self, timeout_s: float = HEALTH_TIMEOUT_S) -> list[Check]:
-        """Check within ``timeout_s`` that every loop answers and the node's lock becomes free."""
-        found: dict[str, Check] = {}
-
-        def check_loop(name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
-            found[name] = answers(name, hand, timeout_s)
-
-        # In parallel, so that several blocked loops do not exceed a probe's timeout.
-        threads = [threading.Thread(target=check_loop, args=each, daemon=True) for each in list(self.loops.items())]
-        for thread in threads:
-            thread.start()
-        free = self.node.lock.acquire(timeout=timeout_s)
-        if free:
-            self.node.lock.release()
-        for thread in threads:
-            thread.join()
-        lock = check("lock", free, "comes free", f"held for more than {timeout_s:g} s")
-        return [*(found[name] for name in sorted(found)), lock]
-
-    def readiness(self) -> list[Check]:
-        """Check that clients are served: healthy, recovered, listening, not draining, with a healthy device."""
-        healthy = self.health()
-        store = self.node.store.statistics() if self.recovered else None
-        devices = () if store is None else store.devices
-        bucket = None if store is None else store.cold
-        healthy_devices = [device.name for device in devices if device.healthy]
-        return [
-            *healthy,
-            check("recovery", self.recovered, "done", "in progress"),
-            check("listening", bool(self.listening), f"on {self.listening}", "no"),
-            check("draining", not self.draining, "no", "yes: the server is stopping"),
-            check(
-                "devices",
-                bool(healthy_devices) or not devices,
-                f"{len(healthy_devices)} of {len(devices)} healthy"
-                if devices
-                else "none configured: values are in memory",
-                f"none of {len(devices)} is healthy",
-            ),
-            *(Check(f"device {each.name}", False, "out of use", fatal=False) for each in devices if not each.healthy),
-            *([] if bucket is None else [Check("bucket", bucket.up, str(bucket), fatal=False)]),
-        ]
-
-
 class NodeCollector:
     """Turns a node's values into metrics. Called from the endpoint's thread; it changes nothing."""
 
-    def __init__(self, node: Node, condition: Condition) -> None:
-        self._node = node
-        self._condition = condition
+    def __init__(self, operations: "Operations") -> None:
+        self._operations = operations
 
     def collect(self) -> Iterator[Metric]:
-        node, condition = self._node, self._condition
+        state, node = self._operations, self._operations.node
         with node.lock:
-            view = View.of(node) if condition.recovered else View(node, node.counters, node.audit, Statistics())
+            view = View.of(node) if state.recovered else View(node, node.counters, node.audit, Statistics())
             of_node = list(_unlabelled(NODE, view))  # some rows iterate over what clients change
             by_command = dict(node.counters.by_command)
         yield InfoMetricFamily(
@@ -112,16 +51,16 @@ class NodeCollector:
         )
         yield from of_node
         for name, value, text in (
-            ("recovered", condition.recovered, "1 if the store has recovered its keys, otherwise 0."),
-            ("recovery_seconds", condition.recovery_s, "Duration of the recovery at the start."),
-            ("recovered_keys", condition.recovered_keys, "Keys recovered at the start."),
-            ("draining", condition.draining, "1 if the server is stopping, otherwise 0."),
+            ("recovered", state.recovered, "1 if the store has recovered its keys, otherwise 0."),
+            ("recovery_seconds", state.recovery_s, "Duration of the recovery at the start."),
+            ("recovered_keys", state.recovered_keys, "Keys recovered at the start."),
+            ("draining", state.draining, "1 if the server is stopping, otherwise 0."),
         ):
             yield GaugeMetricFamily(_PREFIX + name, text, value=float(value))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         yield CounterMetricFamily(_PREFIX + "cpu_seconds", "CPU time.", value=usage.ru_utime + usage.ru_stime)
         yield from _commands(by_command)
-        if condition.recovered:
+        if state.recovered:
             yield from _unlabelled(STORE, view)
             yield from _store(view.store)
 
@@ -199,11 +138,18 @@ def _store(store: Statistics) -> Iterator[Metric]:
 
 
 class Operations:
-    """Operation of a server; ``condition`` is its state for health checks."""
+    """Operation of a server, and its state for health checks, which run in threads of their own.
+
+    ``loops``: loops and threads that must answer, by name: a function that makes them call a function soon.
+    """
 
     def __init__(self, node: Node) -> None:
-        self.condition = Condition(node)
-        self._node = node
+        self.node = node
+        self.recovered = self.draining = False
+        self.recovery_s = 0.0
+        self.recovered_keys = 0
+        self.listening = ""  # addresses
+        self.loops: dict[str, Callable[[Callable[[], None]], Any]] = {}
         self._endpoint: Endpoint | None = None
         self._watchdog: Watchdog | None = None
 
@@ -213,18 +159,18 @@ class Operations:
 
     def start(self) -> None:
         """Serve the HTTP endpoint, if configured. Call it before recovery."""
-        config = self._node.config
+        config = self.node.config
         if config.metrics_port is None:
             return
         registry = CollectorRegistry()
-        registry.register(NodeCollector(self._node, self.condition))
+        registry.register(NodeCollector(self))
         try:
             self._endpoint = Endpoint(
                 config.metrics_host,
                 config.metrics_port,
                 registry,
-                health=self.condition.health,
-                ready=self.condition.readiness,
+                health=self.health,
+                ready=self.readiness,
             )
         except OSError as error:
             raise ConfigurationError(
@@ -232,30 +178,69 @@ class Operations:
                 "another metrics_port, or none"
             ) from error
 
-    def watch(self, name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
-        """Add a loop or thread to the health checks; ``hand`` makes it call a function soon."""
-        self.condition.loops[name] = hand
+    def health(self, timeout_s: float = HEALTH_TIMEOUT_S) -> list[Check]:
+        """Check within ``timeout_s`` that every loop answers and the node's lock becomes free."""
+        found: dict[str, Check] = {}
+
+        def check_loop(name: str, hand: Callable[[Callable[[], None]], Any]) -> None:
+            found[name] = answers(name, hand, timeout_s)
+
+        # In parallel, so that several blocked loops do not exceed a probe's timeout.
+        threads = [threading.Thread(target=check_loop, args=each, daemon=True) for each in list(self.loops.items())]
+        for thread in threads:
+            thread.start()
+        free = self.node.lock.acquire(timeout=timeout_s)
+        if free:
+            self.node.lock.release()
+        for thread in threads:
+            thread.join()
+        lock = check("lock", free, "comes free", f"held for more than {timeout_s:g} s")
+        return [*(found[name] for name in sorted(found)), lock]
+
+    def readiness(self) -> list[Check]:
+        """Check that clients are served: healthy, recovered, listening, not draining, with a healthy device."""
+        healthy = self.health()
+        store = self.node.store.statistics() if self.recovered else None
+        devices = () if store is None else store.devices
+        bucket = None if store is None else store.cold
+        healthy_devices = [device.name for device in devices if device.healthy]
+        return [
+            *healthy,
+            check("recovery", self.recovered, "done", "in progress"),
+            check("listening", bool(self.listening), f"on {self.listening}", "no"),
+            check("draining", not self.draining, "no", "yes: the server is stopping"),
+            check(
+                "devices",
+                bool(healthy_devices) or not devices,
+                f"{len(healthy_devices)} of {len(devices)} healthy"
+                if devices
+                else "none configured: values are in memory",
+                f"none of {len(devices)} is healthy",
+            ),
+            *(Check(f"device {each.name}", False, "out of use", fatal=False) for each in devices if not each.healthy),
+            *([] if bucket is None else [Check("bucket", bucket.up, str(bucket), fatal=False)]),
+        ]
 
     def recover(self) -> None:
         """Start the store, which recovers its keys: seconds for millions of objects."""
         systemd.notify("STATUS=recovering")
-        node, condition = self._node, self.condition
+        node = self.node
         begin_s = time.monotonic()
         node.store.start(node.lock)
-        condition.recovery_s = time.monotonic() - begin_s
+        self.recovery_s = time.monotonic() - begin_s
         with node.lock:
-            condition.recovered_keys = node.store.statistics().keys
-        condition.recovered = True
-        if condition.recovered_keys:
-            _log.info("recovered keys=%d seconds=%.3f", condition.recovered_keys, condition.recovery_s)
+            self.recovered_keys = node.store.statistics().keys
+        self.recovered = True
+        if self.recovered_keys:
+            _log.info("recovered keys=%d seconds=%.3f", self.recovered_keys, self.recovery_s)
 
     def serving(self, where: str) -> None:
-        self.condition.listening = where
-        self._watchdog = Watchdog(self.condition.health)
+        self.listening = where
+        self._watchdog = Watchdog(self.health)
         systemd.notify("READY=1", f"STATUS=serving on {where}")
 
-    def draining(self) -> None:
-        self.condition.draining = True
+    def drain(self) -> None:
+        self.draining = True
         systemd.notify("STOPPING=1", "STATUS=draining")
 
     def reload(self) -> None:
@@ -265,9 +250,9 @@ class Operations:
     def _reload(self) -> None:
         systemd.notify("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
-            if not self.condition.recovered:
+            if not self.recovered:
                 raise ConfigurationError("the store is recovering; send the signal again when the server is ready")
-            applied, kept = self._node.reconfiguration.reload(self._node.lock)
+            applied, kept = self.node.reconfiguration.reload(self.node.lock)
         except ConfigurationError as error:
             _log.error("configuration_refused error=%r hint='nothing has changed'", str(error))
         else:
@@ -276,7 +261,7 @@ class Operations:
 
     def close(self) -> None:
         """Stop the endpoint. Must not run in a loop that health checks wait for."""
-        self.condition.listening = ""
+        self.listening = ""
         if self._watchdog is not None:
             self._watchdog.close()
         if self._endpoint is not None:

@@ -78,17 +78,11 @@ class DeferredReply:
 
     The producer calls resolve() from any thread. The connection calls attach() to be notified, or abandon() when it no
     longer needs the part. The parts given to resolve() are held.
-
-    Attributes:
-        is_lent: The connection counts the expected bytes as lent; otherwise the producer has counted them.
-        failed: Set before resolve(): the part is an error.
-        lost: Set before resolve(): a value that was counted as a hit could not be read.
-        parts: The resolved parts; None before.
     """
 
     __slots__ = ("_abandoned", "_lock", "_node_lock", "_notify", "_store", "expected_bytes", "failed", "lost", "parts")
 
-    is_lent: ClassVar[bool] = True
+    is_lent: ClassVar[bool] = True  # the connection counts the expected bytes as lent; else the producer has
 
     def __init__(self, node_lock: threading.Lock, store: Pool, expected_bytes: int) -> None:
         self._node_lock = node_lock
@@ -97,9 +91,9 @@ class DeferredReply:
         self._notify: Callable[[], None] | None = None
         self._abandoned = False
         self.expected_bytes = expected_bytes
-        self.failed = False
-        self.lost = False
-        self.parts: list[Ready] | None = None
+        self.failed = False  # set before resolve(): the part is an error
+        self.lost = False  # set before resolve(): a value that was counted as a hit could not be read
+        self.parts: list[Ready] | None = None  # the resolved parts; None before
 
     def resolve(self, parts: list[Ready]) -> None:
         """Set the parts, once. Must not be called with the node's lock, except before abandon() is possible."""
@@ -140,16 +134,13 @@ class Continuation:
     memory, and long work runs in another thread. The client's next commands wait; other clients' commands run in
     between.
 
-    Attributes:
-        parts: The beginning.
-        rest: Makes the next part of the reply from the result of ``work``, with the node's lock held. Raises BusyError
-            if it has done nothing and must be called again later.
-        work: Runs first, in another thread, and uses only its own arguments; None for none.
+    ``rest`` makes the next part of the reply from the result of ``work``, with the node's lock held. It raises
+    BusyError if it has done nothing and must be called again later.
     """
 
-    parts: "list[Part]"
+    parts: "list[Part]"  # the beginning
     rest: "Callable[[Any], Reply]"
-    work: Callable[[], Any] | None = None
+    work: Callable[[], Any] | None = None  # runs first, in another thread, and uses only its own arguments
 
     @classmethod
     def of(

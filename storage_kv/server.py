@@ -127,7 +127,7 @@ class StorageServer:
     async def start(self) -> None:
         config = self.node.config
         self._loop = asyncio.get_running_loop()
-        self.operations.watch("main loop", self._loop.call_soon_threadsafe)
+        self.operations.loops["main loop"] = self._loop.call_soon_threadsafe
         await self._loop.run_in_executor(None, self.operations.start)
         try:
             await self._start_serving(config)
@@ -156,7 +156,7 @@ class StorageServer:
         streams = LayerStreams(self.node)
         streams.start()
         self._streams = self.node.streams = streams
-        self.operations.watch("store thread", self._store_thread.hand)
+        self.operations.loops["store thread"] = self._store_thread.hand
         self._start_io_threads(threads_for(config.io_threads))
         for listener in self._listeners:
             self._loop.add_reader(listener, self._on_acceptable, listener)
@@ -181,7 +181,7 @@ class StorageServer:
         try:
             for number in range(count):
                 self._io_threads.append(IoThread(number, self.node, self.workers, self._on_client_closed))
-                self.operations.watch(f"io thread {number}", self._io_threads[-1].call_soon)
+                self.operations.loops[f"io thread {number}"] = self._io_threads[-1].call_soon
         except OSError as error:
             raise ConfigurationError(f"cannot start {count} threads: {error}; choose fewer io_threads") from error
 
@@ -367,7 +367,7 @@ class StorageServer:
     async def wait_stopped(self) -> None:
         """Serve until request_stop() and for ``drain_delay_s`` more, while /readyz fails, then stop."""
         await self._stop_requested.wait()
-        self.operations.draining()
+        self.operations.drain()
         delay_s = self.node.config.drain_delay_s
         if delay_s:
             _log.info("draining delay_s=%g", delay_s)
@@ -378,7 +378,7 @@ class StorageServer:
     async def stop(self) -> None:
         """Stop accepting, finish replies within ``shutdown_timeout_s``, and close everything."""
         self._stop_requested.set()
-        self.operations.draining()
+        self.operations.drain()
         self._close_listeners()
         self._ended.clear()
         for thread in self._io_threads:

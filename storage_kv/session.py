@@ -67,59 +67,40 @@ class ClientInfo:
 class ConnectionHooks:
     """Calls from a session to its connection.
 
-    Attributes:
-        finish: Ends the connection when its replies are sent; from any thread.
-        abort: Ends the connection without sending its replies; from any thread.
-        admit: Counts bytes that a request holds for longer than its command is executed, in an account of their own.
-            Returns None where there is no room; the connection is notified when there may be. Needs the node's lock.
+    ``admit`` counts bytes that a request holds for longer than its command is executed, in an account of their own. It
+    returns None where there is no room; the connection is notified when there may be. Needs the node's lock.
     """
 
-    finish: Callable[[], None] = lambda: None
-    abort: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = lambda: None  # ends the connection when its replies are sent; from any thread
+    abort: Callable[[], None] = lambda: None  # ends the connection without sending its replies; from any thread
     admit: Callable[[int], Account | None] = lambda size: None
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client. Node.begin() sets its user; before, it may do nothing or, if ``authenticated``, everything.
+    """One client. Node.begin() sets its user; before, it may do nothing or, if ``authenticated``, everything."""
 
-    Attributes:
-        id: Unique in the process; CLIENT ID.
-        protocol: 2 or 3.
-        closing: No more commands are executed; the connection ends when the replies are sent.
-        replies: False after CLIENT REPLY OFF.
-        skip: Number of commands whose replies are still to be dropped, CLIENT REPLY SKIP included.
-        tenant: Id of the tenant whose keys it sees; only AUTH changes it.
-        weight: Share weight of its tenant.
-        pause_until_s: Nothing is read or executed before this time of ``time.monotonic()``; 0.0 for no pause.
-        pause_holds_replies: No replies are sent during the pause either.
-        executing: Commands that EXEC has yet to execute, before any other command of the client.
-        executing_bytes: Size of the commands at EXEC.
-        slot_tenant: Tenant whose connection slot it uses; None for none.
-        spans: Commands that belong to the span of KV.TRACE; None for none.
-    """
-
-    id: int
+    id: int  # unique in the process; CLIENT ID
     address: str
     info: ClientInfo = field(default_factory=lambda: ClientInfo("", -1))
     authenticated: bool = False
     hooks: ConnectionHooks = ConnectionHooks()
-    protocol: int = 2
-    closing: bool = False
-    replies: bool = True
-    skip: int = 0
+    protocol: int = 2  # 2 or 3
+    closing: bool = False  # no more commands are executed; the connection ends when the replies are sent
+    replies: bool = True  # False after CLIENT REPLY OFF
+    skip: int = 0  # number of commands whose replies are still to be dropped, CLIENT REPLY SKIP included
     user: User = field(init=False)
-    tenant: int = DEFAULT_TENANT
+    tenant: int = DEFAULT_TENANT  # id of the tenant whose keys it sees; only AUTH changes it
     limiter: RateLimiter | None = None
-    weight: float = 1.0
-    pause_until_s: float = 0.0
-    pause_holds_replies: bool = False
+    weight: float = 1.0  # share weight of its tenant
+    pause_until_s: float = 0.0  # nothing is read or executed before this time of ``time.monotonic()``; 0.0 for no pause
+    pause_holds_replies: bool = False  # no replies are sent during the pause either
     transaction: Transaction | None = None
-    executing: deque[list[Argument]] = field(default_factory=deque)
-    executing_bytes: int = 0
+    executing: deque[list[Argument]] = field(default_factory=deque)  # by EXEC, before any other command of the client
+    executing_bytes: int = 0  # size of the commands at EXEC
     watch: Watch = field(default_factory=Watch)
-    slot_tenant: str | None = None
-    spans: CommandSpans | None = None
+    slot_tenant: str | None = None  # tenant whose connection slot it uses; None for none
+    spans: CommandSpans | None = None  # commands that belong to the span of KV.TRACE; None for none
 
     def __post_init__(self) -> None:
         self.user = _UNRESTRICTED if self.authenticated else _FORBIDDEN

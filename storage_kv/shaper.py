@@ -22,39 +22,25 @@ _BURST_S: Final = 0.05  # limit of the credit of other replies, in seconds of th
 
 @dataclass(frozen=True)
 class Link:
-    """The link and how it is shared.
+    """The link and how it is shared."""
 
-    Attributes:
-        bits_per_s: Capacity; 0 for no limit.
-        margin_bits_per_s: Amount by which caps are raised.
-        epoch_s: Time for which rates hold.
-    """
-
-    bits_per_s: float
+    bits_per_s: float  # capacity; 0 for no limit
     policy: Policy
-    margin_bits_per_s: float
-    epoch_s: float
+    margin_bits_per_s: float  # amount by which caps are raised
+    epoch_s: float  # time for which rates hold
 
 
 @dataclass(slots=True, eq=False)
 class Flow:
-    """The layers of one request.
+    """The layers of one request."""
 
-    Attributes:
-        demand: What remains to be sent.
-        limit: Highest rate in bits per second; infinite for none.
-        rate: Rate in this epoch in bits per second.
-        credit: Earned bits.
-        next_bits: Size of the next layer; 0 while none may be sent.
-    """
-
-    demand: Demand
-    limit: float
+    demand: Demand  # what remains to be sent
+    limit: float  # highest rate in bits per second; infinite for none
     tenant: int = 0
     weight: float = 1.0
-    rate: float = 0.0
-    credit: float = 0.0
-    next_bits: int = 0
+    rate: float = 0.0  # rate in this epoch in bits per second
+    credit: float = 0.0  # earned bits
+    next_bits: int = 0  # size of the next layer; 0 while none may be sent
 
 
 @dataclass(slots=True)
@@ -73,21 +59,14 @@ class _Client:
 
 @dataclass(slots=True)
 class _Tenant:
-    """The other replies of one tenant.
+    """The other replies of one tenant."""
 
-    Attributes:
-        share: Share of the rate of all other replies.
-        active: Clients that were sent something in this epoch, or had to wait.
-        count: Number of active clients in the previous epoch.
-        clients: Clients with a credit or a debt.
-        left: Debts of disconnected clients, inherited by the next new one; otherwise reconnecting would clear a debt.
-    """
-
-    share: float = 1.0
+    share: float = 1.0  # share of the rate of all other replies
     weight: float = 1.0
-    active: set[int] = field(default_factory=set)
-    count: int = 1
-    clients: dict[int, _Client] = field(default_factory=dict)
+    active: set[int] = field(default_factory=set)  # clients that were sent something in this epoch, or had to wait
+    count: int = 1  # number of active clients in the previous epoch
+    clients: dict[int, _Client] = field(default_factory=dict)  # clients with a credit or a debt
+    # Debts of disconnected clients. The next new one inherits them; otherwise reconnecting would clear a debt.
     left: _Client = field(default_factory=lambda: _Client(0.0, 0.0))
 
 
@@ -95,15 +74,11 @@ class Others:
     """The part of the link for replies that are no layers.
 
     Needs the node's lock, except what the shaper does: it replaces values and changes none in place.
-
-    Attributes:
-        rate: Their rate in bits per second; infinite while there are no layers to send, or the link has no limit.
-        epoch_s: Longest wait, so that the next epoch counts a waiting client as active.
     """
 
     def __init__(self) -> None:
-        self.rate = inf
-        self.epoch_s = inf
+        self.rate = inf  # in bits per second; infinite while there are no layers to send, or the link has no limit
+        self.epoch_s = inf  # longest wait, so that the next epoch counts a waiting client as active
         self._tenants: dict[int, _Tenant] = {}
 
     def _client(self, session: Session, now_s: float) -> tuple[_Tenant, _Client, float]:

@@ -68,7 +68,6 @@ class Channels:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the numbers."""
         return self._steps.nbytes + self._centres.nbytes + self._frequencies.nbytes + self._turns.nbytes
 
     def _struct(self, kinds: int, head_length: int, pairs: int, tokens: int) -> Any:

@@ -165,7 +165,6 @@ class ColdTable(Owner):
         return _row(row) if lib.ss_cold_row(self._object, number, row) == Result.OK else None
 
     def records(self, number: int) -> int:
-        """Return the number of an object's records."""
         return lib.ss_cold_records(self._object, number)
 
     def use(self, number: int, used_h: int) -> None:
@@ -228,7 +227,6 @@ class ColdTable(Owner):
                 return np.concatenate(found) if found else rows[:0]
 
     def memory_bytes(self) -> int:
-        """Return the memory in use."""
         return int(lib.ss_cold_memory(self._object))
 
 

@@ -306,7 +306,6 @@ class Index(Owner):
         return int(lib.ss_index_clear(self._object, tenant, device))
 
     def touch(self, slot: int, now_s: int) -> None:
-        """Count a use."""
         lib.ss_index_touch(self._object, slot, now_s)
 
     def touch_each(self, slots: "array[int]", now_s: int) -> None:
@@ -361,7 +360,6 @@ class Index(Owner):
         return int(lib.ss_index_bytes(self._object, tenant))
 
     def memory_bytes(self) -> int:
-        """Return the memory in use."""
         return int(lib.ss_index_memory(self._object))
 
     def replay(self, device: int, blocks: int, records: "NDArray[np.void] | bytes | memoryview") -> ReplayCounts:

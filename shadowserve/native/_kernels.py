@@ -1,6 +1,5 @@
 """The kernels: CPU dispatch, checksum, codecs, quantizers. Each call processes whole buffers."""
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -24,8 +23,6 @@ __all__ = [
     "crc32",
     "decode_slices",
     "decompress",
-    "decompress_into",
-    "decompress_many",
     "dequantize",
     "isa_active",
     "isa_available",
@@ -105,29 +102,10 @@ def decompress(codec: Codec, data: "ReadableBuffer", size: int) -> bytes:
     NativeError with ``Result.BAD_DATA``: ``data`` does not decode to ``size`` bytes.
     """
     target = np.empty(size, dtype=np.uint8)
-    decompress_into(codec, data, target)
+    with ffi.from_buffer("uint8_t[]", data) as source:
+        result = lib.ss_decompress(codec, source, len(source), ffi.from_buffer("uint8_t[]", target), size)
+        check(result, f"decompressing {len(source)} bytes of {codec.name} to {size}")
     return target.tobytes()
-
-
-def decompress_into(codec: Codec, data: "ReadableBuffer", target: "WriteableBuffer") -> None:
-    """Decode ``data``, one whole stream of ``codec``, into ``target``, which it must fill exactly."""
-    decompress_many(codec, [(data, target)])
-
-
-def decompress_many(codec: Codec, streams: "Sequence[tuple[ReadableBuffer, WriteableBuffer]]") -> None:
-    """Decode several whole streams, each into its target, which it must fill exactly.
-
-    NativeError is that of the first stream that failed; all other streams are decoded.
-    """
-    jobs = ffi.new("struct ss_stream[]", len(streams))
-    with contextlib.ExitStack() as buffers:
-        for job, (data, out) in zip(jobs, streams, strict=True):
-            source = buffers.enter_context(ffi.from_buffer("uint8_t[]", data))
-            target = buffers.enter_context(ffi.from_buffer("uint8_t[]", out, True))
-            job.source, job.source_size, job.target, job.target_size = source, len(source), target, len(target)
-        lib.ss_decompress_many(codec, jobs, len(streams))
-    for job in jobs:
-        check(job.result, f"decompressing {job.source_size} bytes of {codec.name} to {job.target_size}")
 
 
 # ---- Quantizers -----------------------------------------------------------------------------------------------------

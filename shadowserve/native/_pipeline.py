@@ -480,7 +480,6 @@ class Pipeline(Closing):
         check(lib.ss_pipeline_trace_start(self._open()), "recording a trace")
 
     def trace_stop(self) -> None:
-        """End the recording."""
         lib.ss_pipeline_trace_stop(self._open())
 
     def trace_read(self) -> tuple[NDArray[np.void], int]:

@@ -4,7 +4,7 @@ import enum
 from typing import TYPE_CHECKING, Any, Final
 
 from shadowserve.errors import NativeError
-from shadowserve.native._library import Owner, Result, check, ffi, lib
+from shadowserve.native._library import Owner, Result, ffi, lib
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -33,36 +33,26 @@ def tls_library() -> str:
     return "" if text == ffi.NULL else str(ffi.string(text).decode())
 
 
-class Tls:
+class Tls(Owner):
     """TLS context: the trusted authorities and the own certificate, for any number of sessions (``struct ss_tls``).
 
     All are PEM files; without ``certificate`` the client has none. NativeError with ``Result.NOT_SUPPORTED``: this
     build has no TLS; with ``Result.BAD_DATA``: a file is not usable.
     """
 
-    def __init__(self, authorities: str, certificate: str = "", key: str = "") -> None:
-        self._tls: Any = ffi.NULL
-        pointer = ffi.new("struct ss_tls **")
-        error = ffi.new("char[]", _ERROR_TEXT_SIZE)
-        code = Result(
-            lib.ss_tls_create(
-                authorities.encode(),
-                certificate.encode() if certificate else ffi.NULL,
-                key.encode() if key else ffi.NULL,
-                pointer,
-                error,
-                _ERROR_TEXT_SIZE,
-            )
-        )
-        if code is Result.BAD_DATA:
-            raise NativeError(f"TLS with authorities {authorities}: {ffi.string(error).decode()}", code)
-        check(code, "making a TLS context")
-        self._tls = pointer[0]
+    destructor = "ss_tls_destroy"
 
-    def __del__(self) -> None:
-        tls, self._tls = self._tls, ffi.NULL
-        if tls != ffi.NULL:
-            lib.ss_tls_destroy(tls)
+    def __init__(self, authorities: str, certificate: str = "", key: str = "") -> None:
+        error = ffi.new("char[]", _ERROR_TEXT_SIZE)
+        own = [file.encode() if file else ffi.NULL for file in (certificate, key)]
+
+        def make(pointer: Any) -> int:
+            code = lib.ss_tls_create(authorities.encode(), *own, pointer, error, _ERROR_TEXT_SIZE)
+            if code == Result.BAD_DATA:
+                raise NativeError(f"TLS with authorities {authorities}: {ffi.string(error).decode()}", code)
+            return code
+
+        super().__init__("ss_tls", make, "making a TLS context")
 
 
 class TlsSession(Owner):
@@ -78,7 +68,7 @@ class TlsSession(Owner):
 
     def __init__(self, tls: Tls, socket: int, name: str) -> None:
         def make(pointer: Any) -> int:
-            return int(lib.ss_tls_session_create(tls._tls, socket, name.encode(), pointer))
+            return int(lib.ss_tls_session_create(tls._object, socket, name.encode(), pointer))
 
         super().__init__("ss_tls_session", make, f"beginning TLS with {name}")
 

@@ -59,13 +59,8 @@ class AuditLog:
     ) -> None:
         """Log an event without waiting. Needs the node's lock, like all methods except close().
 
-        Args:
-            event: ``authentication``, ``denied``, ``command``, ``tls``, ...
-            session: Session of the client.
-            outcome: ``ok``, ``failed``, ``denied``...
-            user: Name of the requested user; by default the session's.
-            each: Write a line for each event: only administrators can cause it.
-            details: Texts or numbers; never keys, values or passwords.
+        ``user``: the requested user, by default the session's. ``each``: write a line for each event, because only
+        administrators can cause it. ``details``: texts or numbers; never keys, values or passwords.
         """
         if self._thread is None:
             return

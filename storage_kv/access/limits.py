@@ -13,23 +13,18 @@ _BURST_S: Final = 1.0  # size of a bucket, in seconds of its rate
 
 
 class RateLimiter:
-    """The buckets of one tenant. Needs the node's lock.
-
-    Attributes:
-        bytes_per_s: Byte rate of all its clients; infinite for no limit.
-        commands: Number of charged commands.
-        moved_bytes: Number of charged bytes, received and sent.
-        throttled: Number of times that a client had to wait.
-    """
+    """The buckets of one tenant. Needs the node's lock."""
 
     def __init__(self, limits: TenantLimits, now_s: float) -> None:
         """Create full buckets; ``now_s`` is of the clock that all calls use."""
         rates = (limits.commands_per_s, limits.bytes_per_s)
         self._buckets = [[float(rate), rate * _BURST_S] if rate else None for rate in rates]
         self._filled_s = now_s
-        self.bytes_per_s = float(limits.bytes_per_s or inf)
+        self.bytes_per_s = float(limits.bytes_per_s or inf)  # byte rate of all its clients; infinite for no limit
         self.has_limits = any(self._buckets)
-        self.commands = self.moved_bytes = self.throttled = 0
+        self.commands = 0  # number of charged commands
+        self.moved_bytes = 0  # number of charged bytes, received and sent
+        self.throttled = 0  # number of times that a client had to wait
 
     def charge(self, commands: int, moved_bytes: int) -> None:
         self.commands += commands

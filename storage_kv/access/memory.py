@@ -42,25 +42,16 @@ class Client(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """The bytes that one client holds of one budget.
-
-    Attributes:
-        client: The owner; None once it is closed, so that the two form no reference cycle.
-        held: Number of bytes; several accounts may share stored values.
-        closed: Nothing is counted any more.
-        is_next: It has waited, and it is its turn.
-        ticks: Number of pace checks since a client waits.
-        start_moved_bytes: Its client's moved bytes at the first pace check.
-    """
+    """The bytes that one client holds of one budget."""
 
     budget: "MemoryBudget"
-    client: Client | None
+    client: Client | None  # the owner; None once it is closed, so that the two form no reference cycle
     tenant: int
-    held: int = 0
-    closed: bool = False
-    is_next: bool = False
-    ticks: int = 0
-    start_moved_bytes: int = 0
+    held: int = 0  # number of bytes; several accounts may share stored values
+    closed: bool = False  # nothing is counted any more
+    is_next: bool = False  # it has waited, and it is its turn
+    ticks: int = 0  # number of pace checks since a client waits
+    start_moved_bytes: int = 0  # its client's moved bytes at the first pace check
 
     def set_held(self, held: int) -> None:
         if not self.closed and held != self.held:
@@ -90,12 +81,9 @@ class MemoryBudget:
     """
 
     def __init__(self, bytes_max: Callable[[], int], tenants: Callable[[], int], *, is_own_memory: bool) -> None:
-        """Create a budget of which nothing is used.
+        """Create a budget of which nothing is used; the functions return its present size, and who shares it.
 
-        Args:
-            bytes_max: Returns the present size of the budget.
-            tenants: Returns the number of tenants that share it; 1 for a single one.
-            is_own_memory: Excess is freed at once by closing clients; otherwise clients wait.
+        ``is_own_memory``: excess is freed at once by closing clients; otherwise clients wait.
         """
         self._bytes_max = bytes_max
         self._tenants = tenants

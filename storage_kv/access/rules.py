@@ -99,7 +99,7 @@ class Described(Protocol):
 
     full_name: str
     parent: str
-    categories: Collection[str] | None
+    categories: tuple[str, ...]
     open_to_all: bool
 
 
@@ -127,21 +127,14 @@ class _KeyPattern:
 
 @dataclass(slots=True)
 class User:
-    """A user. It is changed in place so that its sessions follow; apply changes that may fail to a copy().
-
-    Attributes:
-        no_password: Any password is accepted.
-        passwords: SHA-256 in hexadecimal, in the order given.
-        tenant: Name of its tenant; empty for the default tenant.
-        unrestricted: It may do everything, so no checks are needed.
-    """
+    """A user. It is changed in place so that its sessions follow; apply changes that may fail to a copy()."""
 
     name: bytes
     enabled: bool = False
-    no_password: bool = False
-    passwords: list[bytes] = field(default_factory=list)
-    tenant: str = ""
-    unrestricted: bool = False
+    no_password: bool = False  # any password is accepted
+    passwords: list[bytes] = field(default_factory=list)  # SHA-256 in hexadecimal, in the order given
+    tenant: str = ""  # name of its tenant; empty for the default tenant
+    unrestricted: bool = False  # it may do everything, so no checks are needed
     _sanitize: str = ""
     _all_keys: bool = False
     _patterns: list[_KeyPattern] = field(default_factory=list)
@@ -159,7 +152,7 @@ class User:
             return True
         known = self._decided.get(command.full_name)
         if known is None:
-            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories or ())}
+            names = {command.full_name, command.parent, *(f"@{category}" for category in command.categories)}
             known = self._decided[command.full_name] = self._decide(names)
         return known
 

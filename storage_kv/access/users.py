@@ -73,22 +73,16 @@ def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
 
 
 class Users:
-    """All users. Needs the node's lock.
-
-    Attributes:
-        by_name: Users by name, the default user included.
-        default: User of new connections if it needs no password.
-        denials: Entries of ACL LOG, the newest first.
-    """
+    """All users. Needs the node's lock."""
 
     def __init__(self, config: StorageConfig, commands: Mapping[str, Described]) -> None:
         """Create the configured users; ``commands`` are all commands by full name."""
         self._config = config
         self._commands = commands
         self._no_password_hash = hash_password(secrets.token_bytes(32))
-        self.denials: deque[Denial] = deque(maxlen=_DENIALS_MAX)
-        self.default = User(DEFAULT_USER)
-        self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}
+        self.denials: deque[Denial] = deque(maxlen=_DENIALS_MAX)  # entries of ACL LOG, the newest first
+        self.default = User(DEFAULT_USER)  # user of new connections if it needs no password
+        self.by_name: dict[bytes, User] = {DEFAULT_USER: self.default}  # users by name, the default user included
         self._default_from_configuration = self._configured_default()
         self.default.become(self._default_from_configuration)
         if config.users_file:
@@ -205,20 +199,13 @@ class Users:
 
 @dataclass(slots=True)
 class Denial:
-    """An entry of ACL LOG.
+    """An entry of ACL LOG."""
 
-    Attributes:
-        reason: ``auth``, ``command`` or ``key``.
-        object: The command or the key.
-        client: Line of CLIENT INFO.
-        context: ``toplevel``, or ``multi`` within a transaction.
-    """
-
-    reason: str
-    object: bytes
+    reason: str  # ``auth``, ``command`` or ``key``
+    object: bytes  # the command or the key
     user: bytes
-    client: bytes
-    context: str = "toplevel"
+    client: bytes  # line of CLIENT INFO
+    context: str = "toplevel"  # ``toplevel``, or ``multi`` within a transaction
     count: int = 1
     at_s: float = field(default_factory=time.monotonic)
 

@@ -51,16 +51,7 @@ _NO_ROOM: Final = "OOM no room to write for too long: writes arrive faster than 
 
 
 class CommandExecutor:
-    """The commands of one client. Used by its connection's thread.
-
-    Attributes:
-        has_input: There may be another command to execute, or a reply to continue.
-        working: Another thread works on a reply.
-        blocked: The store has no room; nothing is executed until it notifies.
-        blocked_since_s: Since when the client has been blocked without progress; 0.0 if it is not.
-        received_bytes: Received bytes that the node's counters do not have yet.
-        moved_bytes: Bytes received and sent while the client held memory, without ``received_bytes``.
-    """
+    """The commands of one client. Used by its connection's thread."""
 
     def __init__(
         self,
@@ -76,8 +67,6 @@ class CommandExecutor:
         """Execute nothing yet.
 
         Args:
-            node: The node.
-            session: The client's session.
             client: Owner of the memory accounts.
             notify_reply: Called from any thread when a deferred reply is known.
             notify_room: Called from any thread when the store may have room.
@@ -93,9 +82,12 @@ class CommandExecutor:
         self.replies = Replies(node, session, notify_reply)
         self.accounts = MemoryAccounts(node, session, client)
         self.body = RequestBody(node, session, self.reader, self.accounts, notify_room)
-        self.has_input = self.working = self.blocked = False
-        self.blocked_since_s = 0.0
-        self.received_bytes = self.moved_bytes = 0
+        self.has_input = False  # there may be another command to execute, or a reply to continue
+        self.working = False  # another thread works on a reply
+        self.blocked = False  # the store has no room; nothing is executed until it notifies
+        self.blocked_since_s = 0.0  # since when the client has been blocked without progress; 0.0 if it is not
+        self.received_bytes = 0  # that the node's counters do not have yet
+        self.moved_bytes = 0  # received and sent while the client held memory, without ``received_bytes``
         self._command_name: Argument = b""  # of the command in progress, or the last one
         self._begun = False  # that command has a place in a client's span
         self._retry: Callable[[], Reply] | None = None  # executes the command again that found no room

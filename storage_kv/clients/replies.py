@@ -6,7 +6,7 @@ from typing import Final
 
 from storage_kv.clients.transport import Transport
 from storage_kv.node import Node
-from storage_kv.reply import DeferredReply, Part, Ready, ValueSlice
+from storage_kv.reply import DeferredReply, Part, Ready, ValueSlice, drop_parts
 from storage_kv.session import Session
 
 _IOVEC_MAX: Final = 64
@@ -31,18 +31,7 @@ def iovec_of(parts: Iterable[Ready], offset: int) -> list[bytes | memoryview]:
 
 
 class Replies:
-    """A queue of reply parts. Needs the node's lock, except send_to().
-
-    Attributes:
-        out: Parts that may be sent.
-        out_bytes: Size of ``out`` without the sent bytes of its first part.
-        waiting: Parts that may not be sent yet; the first of them is deferred.
-        waiting_bytes: Approximate size of ``waiting``.
-        deferred: Number of deferred parts in ``waiting``.
-        lent_bytes: Bytes of stored values in both queues, in memory or expected.
-        layer_bytes: Bytes of layers that were ever sent.
-        counted_bytes: Part of ``out_bytes`` that the node's load includes.
-    """
+    """A queue of reply parts. Needs the node's lock, except send_to()."""
 
     def __init__(self, node: Node, session: Session, notify: Callable[[], None]) -> None:
         """``notify`` is called from any thread when advance() may move parts."""
@@ -50,14 +39,15 @@ class Replies:
         self._session = session
         self._notify = notify
         self._offset = 0  # sent bytes of the first part
-        self.out: deque[Ready] = deque()
-        self.out_bytes = 0
-        self.lent_bytes = 0
-        self.layer_bytes = self.counted_bytes = 0
+        self.out: deque[Ready] = deque()  # parts that may be sent
+        self.out_bytes = 0  # size of ``out`` without the sent bytes of its first part
+        self.lent_bytes = 0  # bytes of stored values in both queues, in memory or expected
+        self.layer_bytes = 0  # bytes of layers that were ever sent
+        self._counted_bytes = 0  # part of ``out_bytes`` that the node's load includes
         self._reads_slowly, self._window = False, (0.0, 0.0)
-        self.waiting: deque[Part] = deque()
-        self.waiting_bytes = 0
-        self.deferred = 0
+        self.waiting: deque[Part] = deque()  # parts that may not be sent yet; the first of them is deferred
+        self.waiting_bytes = 0  # approximate size of ``waiting``
+        self.deferred = 0  # number of deferred parts in ``waiting``
 
     # ---- Adding
 
@@ -190,7 +180,7 @@ class Replies:
                     self._node.lent.unpin(part.pin_key)
                 elif isinstance(part, DeferredReply) and part.is_lent:
                     self._node.lent.unpin(id(part))
-            self._node.drop(queue)
+            drop_parts(queue, self._node.store)
             queue.clear()
         self.out_bytes = self.waiting_bytes = self.lent_bytes = self.deferred = 0
         self.count_load()
@@ -208,5 +198,5 @@ class Replies:
         A client that reads slowly has no load: its bytes do not wait for the link, and do not tell its rate.
         """
         size = 0 if self._reads_slowly else self.out_bytes
-        self._node.load.replies_bytes += size - self.counted_bytes
-        self.counted_bytes = size
+        self._node.load.replies_bytes += size - self._counted_bytes
+        self._counted_bytes = size

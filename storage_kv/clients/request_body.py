@@ -49,19 +49,13 @@ def limits_of(node: Node, session: Session) -> Limits:
 
 
 class MemoryAccounts:
-    """The two memory accounts of a client. Needs the node's lock.
-
-    Attributes:
-        memory: Memory for requests and copied replies.
-        lent: Stored values that are being sent.
-        counted: One of the accounts is not empty.
-    """
+    """The two memory accounts of a client. Needs the node's lock."""
 
     def __init__(self, node: Node, session: Session, client: Client) -> None:
         self._session = session
-        self.memory = Account(node.memory, client, session.share)
-        self.lent = Account(node.lent, client, session.share)
-        self.counted = False
+        self.memory = Account(node.memory, client, session.share)  # memory for requests and copied replies
+        self.lent = Account(node.lent, client, session.share)  # stored values that are being sent
+        self.counted = False  # one of the accounts is not empty
 
     def may_lend(self) -> bool:
         """Return True if a stored value may be sent now; otherwise the client is notified when to try again."""
@@ -105,13 +99,7 @@ class MemoryAccounts:
 
 
 class RequestBody:
-    """Provides memory for one client's large arguments. Needs the node's lock.
-
-    Attributes:
-        bytes: Admitted bytes of the command that arrives or is executed.
-        in_place: A large argument is being received.
-        refusal: Reply to the command that arrives if an argument of it was refused; otherwise empty.
-    """
+    """Provides memory for one client's large arguments. Needs the node's lock."""
 
     def __init__(
         self, node: Node, session: Session, reader: CommandReader, accounts: MemoryAccounts, notify: Callable[[], None]
@@ -125,9 +113,9 @@ class RequestBody:
         self._waiting_bytes = -1  # size of a large argument that waits for room
         self._is_admitted = False  # the budget admits that argument; the store has no room
         self._buffers: list[memoryview] = []  # allocated by the store
-        self.bytes = 0
-        self.in_place = False
-        self.refusal = b""
+        self.bytes = 0  # admitted bytes of the command that arrives or is executed
+        self.in_place = False  # a large argument is being received
+        self.refusal = b""  # reply to the command that arrives if an argument of it was refused; otherwise empty
 
     @property
     def waits(self) -> bool:

@@ -43,9 +43,8 @@ def syntax_error() -> NoReturn:
 def in_steps(step: Callable[[], Reply | None]) -> Reply:
     """Return the reply of a command that runs in steps, between which the node's lock is free.
 
-    Args:
-        step: Does some of the work; returns the reply when all is done. May raise BusyError if it must be called again
-            later; it has done nothing then.
+    ``step`` does some of the work, and returns the reply when all is done. It may raise BusyError if it must be called
+    again later; it has done nothing then.
     """
     reply = step()
     return Continuation([], lambda _: in_steps(step)) if reply is None else reply
@@ -58,10 +57,8 @@ def count_in_steps(
 ) -> Reply:
     """Return the reply of a command that counts keys, some at a time.
 
-    Args:
-        names: All keys.
-        count: Gets some of them and the count of those before; returns the count of these.
-        finish: Makes the reply from the whole count.
+    ``count`` gets some of them and the count of those before, and returns the count of these. ``finish`` makes the
+    reply from the whole count.
     """
     position = total = 0
 

@@ -1,6 +1,6 @@
 """The description of a command: flags, keys, ACL categories, and the reply of COMMAND."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, TypeAlias
@@ -13,6 +13,8 @@ from storage_kv.reply import CommandError, Reply
 from storage_kv.session import Argument, Session
 
 Handler: TypeAlias = Callable[[Node, Session, list[Argument]], Reply]
+Positions: TypeAlias = tuple[int, int, int]
+"""Positions of arguments: the first one, the last one (negative from the end), step."""
 
 _GROUP_CATEGORIES: Final = {
     "string": ("string",),
@@ -26,51 +28,39 @@ _DENIED_KEY_BYTES_MAX: Final = 256  # of a key in ACL LOG
 
 @dataclass(eq=False)
 class Command:
-    """A command or a subcommand. Positions count the command's name as 0.
-
-    Attributes:
-        arity: Number of arguments, names included; -n means n or more.
-        flags: Flags in Redis' words; ``no_auth`` allows unauthenticated clients.
-        since: Version of Redis, or of ShadowServe for its own commands.
-        group: Group in Redis' words.
-        keys: Position of the first key, of the last one (negative from the end), step; zeros for none.
-        access: Letters for its access to keys: R reads, W writes, D deletes. A test for existence is no access.
-        values: Positions of values, like ``keys``; only values may be large.
-        categories: ACL categories beside those that follow from the flags; None for those of the group.
-        parent: Name of the command that a subcommand belongs to.
-        lends: Its reply may hold stored values.
-    """
+    """A command or a subcommand; :meth:`enter` completes it. Positions count the command's name as 0."""
 
     name: str
-    arity: int
-    flags: str
+    arity: int  # number of arguments, names included; -n means n or more
+    flags: str  # in Redis' words; ``no_auth`` allows unauthenticated clients
     handler: Handler
-    since: str
-    group: str
+    since: str  # version of Redis, or of ShadowServe for its own commands
     summary: str
-    keys: tuple[int, int, int] = (0, 0, 0)
-    access: str = ""
-    values: tuple[int, int, int] = (0, 0, 0)
-    categories: Collection[str] | None = None
-    parent: str = ""
+    keys: Positions = (0, 0, 0)  # zeros for none
+    access: str = ""  # to keys, by letters: R reads, W writes, D deletes. A test for existence is no access
+    values: Positions = (0, 0, 0)  # of values; only values may be large
+    own_categories: tuple[str, ...] | None = None  # ACL categories beside those of the flags; None for the group's
     subcommands: Sequence["Command"] = ()
+    group: str = field(init=False)  # in Redis' words
+    parent: str = field(init=False)  # name of the command that a subcommand belongs to
     full_name: str = field(init=False)
     open_to_all: bool = field(init=False)
+    categories: tuple[str, ...] = field(init=False)  # ACL categories in Redis' order
+    lends: bool = field(init=False)  # its reply may hold stored values
     is_audited: bool = field(init=False)
-    lends: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.full_name = f"{self.parent}|{self.name}" if self.parent else self.name
+    def enter(self, group: str, parent: str = "") -> None:
+        """Enter a group, or a command of a group as its subcommand."""
+        self.group, self.parent = group, parent
+        self.full_name = f"{parent}|{self.name}" if parent else self.name
         flags = self.flags.split()
         self.open_to_all = "no_auth" in flags
         self.categories = tuple(self._all_categories(flags))
-        self.lends = self.group == "string" and "R" in self.access
-        flushes = "write" in flags and "dangerous" in self.categories
-        self.is_audited = "admin" in flags or flushes
+        self.lends = group == "string" and "R" in self.access
+        self.is_audited = "admin" in flags or ("write" in flags and "dangerous" in self.categories)
 
     def _all_categories(self, flags: Sequence[str]) -> Iterator[str]:
-        """Yield the ACL categories in Redis' order."""
-        found = set(_GROUP_CATEGORIES[self.group] if self.categories is None else self.categories)
+        found = set(_GROUP_CATEGORIES[self.group] if self.own_categories is None else self.own_categories)
         found |= {"read"} if "readonly" in flags else set()
         found |= {"write"} if "write" in flags else set()
         found |= {"admin", "dangerous"} if "admin" in flags else set()
@@ -115,7 +105,7 @@ class Command:
             self.arity,
             _words(self.flags.split()),
             *self.keys,
-            _words(f"@{category}" for category in self.categories or ()),
+            _words(f"@{category}" for category in self.categories),
             SetReply([]),
             SetReply([]),
             SetReply([subcommand.describe() for subcommand in self.subcommands]),

@@ -70,7 +70,7 @@ def command_list(node: Node, session: Session, arguments: list[Argument]) -> Rep
             found = [each for each in found if glob.matches(each.full_name.encode())]
         else:  # no command belongs to a module
             category = quote(wanted).lower() if kind == b"ACLCAT" else ""
-            found = [each for each in found if category in (each.categories or ())]
+            found = [each for each in found if category in each.categories]
     return encode([each.full_name.encode() for each in found], session.protocol)
 
 
@@ -108,7 +108,7 @@ def acl_cat(node: Node, session: Session, arguments: list[Argument]) -> Reply:
     category = bytes(arguments[2]).decode("utf-8", "replace").lower()
     if category not in CATEGORIES:
         raise CommandError(f"ERR Unknown category '{quote(arguments[2])}'")
-    found = [name.encode() for name, each in TABLE.by_full_name.items() if category in (each.categories or ())]
+    found = [name.encode() for name, each in TABLE.by_full_name.items() if category in each.categories]
     return encode(list(found), session.protocol)
 
 

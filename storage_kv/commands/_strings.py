@@ -22,7 +22,7 @@ from storage_kv.commands._arguments import (
     when_durable,
 )
 from storage_kv.node import Node
-from storage_kv.reply import CommandError, Continuation, Part, Reply
+from storage_kv.reply import CommandError, Continuation, Part, Reply, drop_parts
 from storage_kv.session import Argument, Session
 
 _VERIFY_INLINE_BYTES_MAX = 128 << 10
@@ -76,21 +76,13 @@ def mget(node: Node, session: Session, arguments: list[Argument]) -> Reply:
 
 @dataclass(slots=True)
 class _SetOptions:
-    """The options of SET and GETEX. Only one of the options about expiry may be given, but repeatedly.
+    """The options of SET and GETEX. Only one of the options about expiry may be given, but repeatedly."""
 
-    Attributes:
-        condition: NX, XX or empty.
-        returns_old: GET is given.
-        keeps_expiry: KEEPTTL is given.
-        ends_expiry: PERSIST is given.
-        expiry: The given expiry option and its argument.
-    """
-
-    condition: bytes = b""
-    returns_old: bool = False
-    keeps_expiry: bool = False
-    ends_expiry: bool = False
-    expiry: tuple[bytes, Argument] | None = None
+    condition: bytes = b""  # NX, XX or empty
+    returns_old: bool = False  # GET is given
+    keeps_expiry: bool = False  # KEEPTTL is given
+    ends_expiry: bool = False  # PERSIST is given
+    expiry: tuple[bytes, Argument] | None = None  # the given expiry option and its argument
 
     @classmethod
     def parse(cls, options: list[Argument], *, of_set: bool = True) -> "_SetOptions":
@@ -291,7 +283,7 @@ def _store(node: Node, session: Session, write: _Write, chunk: _RecordInfo) -> b
     try:
         ticket = _insert(node, name, write.value, chunk, expires_at_ms)
     except (CommandError, BusyError):
-        node.drop(old_value.reply(None))
+        drop_parts(old_value.reply(None), store)
         raise
     return old_value.reply(ticket)
 

@@ -1,6 +1,6 @@
 """The rows of the command table. See :class:`~storage_kv.commands._command.Command`."""
 
-from typing import Any, Final
+from typing import Final
 
 from storage_kv.commands import (
     _acl,
@@ -14,13 +14,12 @@ from storage_kv.commands import (
     _transactions,
 )
 from storage_kv.commands._command import TABLE as TABLE
-from storage_kv.commands._command import Command, Handler
+from storage_kv.commands._command import Command
 
 _PLAIN: Final = "noscript loading stale"
 _ADMIN: Final = f"admin {_PLAIN}"
 _ANY_TIME: Final = f"{_PLAIN} fast allow_busy"
 _BEFORE_LOGIN: Final = f"{_PLAIN} fast no_auth allow_busy"
-_NONE: Final = (0, 0, 0)
 _ONE_KEY: Final = (1, 1, 1)
 _ALL_KEYS: Final = (1, -1, 1)
 _PAIRS: Final = (1, -1, 2)
@@ -31,39 +30,25 @@ _KEYSPACE: Final = ("keyspace",)
 _ALL_AT_ONCE: Final = ("keyspace", "dangerous")
 
 
-_Row = dict[str, Any]  # the fields of a command beside its group
+def _container(command: Command, *subcommands: Command) -> Command:
+    """Add subcommands, and HELP, to a command; return it."""
+    since = max(command.since, "5.0.0")
+    help_ = Command("help", 2, "loading stale", _introspection.help, since, "Returns this text.")
+    command.subcommands = [*subcommands, help_]
+    return command
 
 
-def _row(
-    name: str,
-    arity: int,
-    flags: str,
-    handler: Handler,
-    since: str,
-    summary: str,
-    keys: tuple[int, int, int] = _NONE,
-    access: str = "",
-    values: tuple[int, int, int] = _NONE,
-    *,
-    categories: tuple[str, ...] | None = None,
-) -> _Row:
-    return locals()
-
-
-def _container(command: _Row, *rows: _Row) -> _Row:
-    """Return a command with subcommands, to which HELP is added."""
-    since = max(command["since"], "5.0.0")
-    help_row = _row("help", 2, "loading stale", _introspection.help, since, "Returns this text.")
-    return command | {"subcommands": [*rows, help_row]}
-
-
-def _add(group: str, *rows: _Row) -> None:
+def _add(group: str, *commands: Command) -> None:
     """Add commands. Subcommands have the categories of the command or, if it has none, those of the group."""
-    for row in rows:
-        own = {"parent": row["name"], "group": group, "categories": row["categories"] or None}
-        subcommands = [Command(**each | own) for each in row.pop("subcommands", ())]
-        TABLE.commands.append(Command(**row, group=group, subcommands=subcommands))
+    for command in commands:
+        for subcommand in command.subcommands:
+            subcommand.own_categories = command.own_categories or None
+            subcommand.enter(group, command.name)
+        command.enter(group)
+        TABLE.commands.append(command)
 
+
+_row: Final = Command
 
 # fmt: off
 _add(
@@ -116,7 +101,8 @@ _add(
          "Sets when a key expires, in Unix time in seconds.", _ONE_KEY, "W"),
     _row("expiretime", 2, "readonly fast", _keys.expiry, "7.0.0",
          "Returns when a key expires, in Unix time in seconds.", _ONE_KEY, "R"),
-    _row("keys", 2, "readonly", _keys.keys, "1.0.0", "Returns the keys that match a pattern.", categories=_ALL_AT_ONCE),
+    _row("keys", 2, "readonly", _keys.keys, "1.0.0",
+         "Returns the keys that match a pattern.", own_categories=_ALL_AT_ONCE),
     _row("persist", 2, "write fast", _keys.persist, "2.2.0", "Removes the time to live of a key.", _ONE_KEY, "W"),
     _row("pexpire", -3, "write fast", _keys.expire, "2.6.0",
          "Sets the time to live of a key in milliseconds.", _ONE_KEY, "W"),
@@ -150,7 +136,7 @@ _add(
     _row("auth", -2, _BEFORE_LOGIN, _connection.auth, "1.0.0", "Authenticates the connection."),
     _container(
         _row("client", -2, "", _introspection.help, "2.4.0",
-             "A container for client connection commands.", categories=()),
+             "A container for client connection commands.", own_categories=()),
         _row("getname", 2, _PLAIN, _connection.client_getname, "2.6.9", "Returns the name of the connection."),
         _row("id", 2, _PLAIN, _connection.client_id, "5.0.0", "Returns the unique client ID of the connection."),
         _row("info", 2, _PLAIN, _connection.client_info, "6.2.0", "Returns information about the connection."),
@@ -177,7 +163,8 @@ _add(
 _add(
     "server",
     _container(
-        _row("acl", -2, "", _introspection.help, "6.0.0", "A container for access control commands.", categories=()),
+        _row("acl", -2, "", _introspection.help, "6.0.0",
+             "A container for access control commands.", own_categories=()),
         _row("cat", -2, _PLAIN, _introspection.acl_cat, "6.0.0",
              "Lists the categories, or the commands of one category."),
         _row("deluser", -3, _ADMIN, _acl.deluser, "6.0.0", "Deletes users and ends their connections."),
@@ -195,7 +182,7 @@ _add(
     ),
     _container(
         _row("command", -1, "loading stale", _introspection.command, "2.8.13",
-             "Returns information about all commands.", categories=("connection",)),
+             "Returns information about all commands.", own_categories=("connection",)),
         _row("count", 2, "loading stale", _introspection.command_count, "2.8.13", "Returns the number of commands."),
         _row("docs", -2, "loading stale", _introspection.command_docs, "7.0.0", "Returns documentation of commands."),
         _row("getkeys", -4, "loading stale", _introspection.command_getkeys, "2.8.13",
@@ -205,24 +192,24 @@ _add(
     ),
     _container(
         _row("config", -2, "", _introspection.help, "2.0.0",
-             "A container for server configuration commands.", categories=()),
+             "A container for server configuration commands.", own_categories=()),
         _row("get", -3, _ADMIN, _config.config_get, "2.0.0", "Returns the values of configuration parameters."),
         _row("resetstat", 2, _ADMIN, _config.config_resetstat, "2.0.0", "Resets the counters of INFO."),
         _row("rewrite", 2, _ADMIN, _config.config_rewrite, "2.8.0",
              "Refused: the server does not write its configuration file."),
         _row("set", -4, _ADMIN, _config.config_set, "2.0.0", "Changes parameters while the server runs."),
     ),
-    _row("dbsize", 1, "readonly fast", _keys.dbsize, "1.0.0", "Returns the number of keys.", categories=_KEYSPACE),
-    _row("flushall", -1, "write", _keys.flush, "1.0.0", "Removes all keys.", categories=_ALL_AT_ONCE),
+    _row("dbsize", 1, "readonly fast", _keys.dbsize, "1.0.0", "Returns the number of keys.", own_categories=_KEYSPACE),
+    _row("flushall", -1, "write", _keys.flush, "1.0.0", "Removes all keys.", own_categories=_ALL_AT_ONCE),
     _row("flushdb", -1, "write", _keys.flush, "1.0.0",
-         "Removes all keys: there is one database.", categories=_ALL_AT_ONCE),
+         "Removes all keys: there is one database.", own_categories=_ALL_AT_ONCE),
     _row("info", -1, "loading stale", _server.info, "1.0.0",
-         "Returns information about the server by section.", categories=("dangerous",)),
+         "Returns information about the server by section.", own_categories=("dangerous",)),
     _row("kv.events", 3, "readonly", _kv.events, "0.2.0",
-         "Returns which keys came and went since a position in the log of changes.", categories=_KEYSPACE),
+         "Returns which keys came and went since a position in the log of changes.", own_categories=_KEYSPACE),
     _row("kv.pins", -1, "readonly", _kv.pins, "0.2.0",
-         "Returns how many keys and bytes are pinned, and may be.", categories=_KEYSPACE),
+         "Returns how many keys and bytes are pinned, and may be.", own_categories=_KEYSPACE),
     _row("kv.unpin", -1, "write", _kv.unpin, "0.2.0",
-         "Ends all pins of the tenant, or of other tenants.", categories=_KEYSPACE),
+         "Ends all pins of the tenant, or of other tenants.", own_categories=_KEYSPACE),
 )
 # fmt: on

@@ -71,14 +71,14 @@ def test_sizes_past_the_limit_are_refused() -> None:
     assert caught.value.result == Result.NOT_SUPPORTED
 
 
-@pytest.mark.parametrize("together", [True, False], ids=["streams", "slices"])
-def test_an_error_that_is_kept_in_a_cycle_holds_no_buffer(together: bool) -> None:
+@pytest.mark.parametrize("what", ["stream", "slices"])
+def test_an_error_that_is_kept_in_a_cycle_holds_no_buffer(what: str) -> None:
     """The collector would clear a memoryview whose buffer cffi holds, which ends CPython 3.11."""
     source, target = memoryview(bytearray(200))[8:], bytearray(64)
     kept: list[object] = []
     try:
-        if together:
-            native.decompress_many(Codec.KVRANS, [(source, target)])
+        if what == "stream":
+            native.decompress(Codec.KVRANS, source, len(target))
         else:
             slices = [(0, 64, native.crc32(source[:64]), 8)]
             native.decode_slices(Codec.KVRANS, Quantizer.LOSSLESS, DType.BFLOAT16, 4, source, slices, target)

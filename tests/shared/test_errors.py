@@ -8,7 +8,13 @@ import re
 import pytest
 
 import shadowserve
-from shadowserve.errors import DataPlaneError, NativeError, NotInstalledError, ShadowServeError
+from shadowserve.errors import (
+    DataPlaneError,
+    DeviceError,
+    NativeError,
+    NotInstalledError,
+    ShadowServeError,
+)
 
 
 def test_failures_carry_what_handlers_decide_by() -> None:
@@ -18,7 +24,11 @@ def test_failures_carry_what_handlers_decide_by() -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [NativeError("text", 7), DataPlaneError("text", "deadline"), NotInstalledError("no x", "install x")]
+    "error",
+    [
+        *(NativeError("text", 7), DataPlaneError("text", "deadline"), NotInstalledError("no x", "install x")),
+        DeviceError("text", 5),
+    ],
 )
 def test_an_exception_can_be_rebuilt_elsewhere(error: ShadowServeError) -> None:
     # Engines send exceptions between processes. An exception that cannot be rebuilt there hides the cause.

@@ -12,7 +12,6 @@ from shadowserve import resp
 from shadowserve.errors import ProtocolError
 from shadowserve.resp import (
     NEED_DATA,
-    NULL_ARRAY,
     BigNumber,
     CommandReader,
     ErrorReply,
@@ -308,10 +307,6 @@ def test_lines_cannot_be_forged_by_errors_or_status_texts() -> None:
         encode(SimpleString(b"a\r\n+b"))
     with pytest.raises(ValueError, match="as many values as keys"):
         encode(Map([1]))
-
-
-def test_null_array_is_redis_other_null() -> None:
-    assert encode(NULL_ARRAY, 2) == b"*-1\r\n" and encode(NULL_ARRAY, 3) == b"_\r\n"
 
 
 def test_an_error_tells_its_code() -> None:

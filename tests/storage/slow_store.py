@@ -98,7 +98,6 @@ class SlowStore(MemoryPool):
     # ---- Interface of a test
 
     def finish_read(self, number: int = 0, *, lost: bool = False) -> None:
-        """End one of the running reads."""
         item, start, end, done = self.reads.pop(number)
         if lost:
             done(None)
@@ -156,7 +155,6 @@ class Served:
         self._loop.call_soon_threadsafe(self.server.request_stop)
 
     def wait(self) -> None:
-        """Wait for the end."""
         self._thread.join(WAIT_MAX_S)
         assert not self._thread.is_alive()
 

@@ -77,12 +77,10 @@ class Child:
         return status
 
     def close_clients(self) -> None:
-        """Close all clients of :meth:`client`."""
         for client in self._clients:
             client.close()
 
     def kill(self) -> None:
-        """Kill the process."""
         self.close_clients()
         self.process.kill()
         self.process.wait()

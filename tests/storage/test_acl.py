@@ -44,9 +44,7 @@ def test_the_last_matching_rule_decides() -> None:
     assert allowed(user_with("-@read", "+get")) == open_to_all | {"get"}
     assert allowed(user_with("+get", "-get", "+GET")) == open_to_all | {"get"}
     assert allowed(user_with("+@all", "-@dangerous", "+info")) == {
-        name
-        for name, command in BY_FULL_NAME.items()
-        if name == "info" or "dangerous" not in (command.categories or ())
+        name for name, command in BY_FULL_NAME.items() if name == "info" or "dangerous" not in command.categories
     }
     assert {"client|list", "client|id", "client"} <= allowed(user_with("+client"))
     assert allowed(user_with("+client", "-client|list")) == allowed(user_with("+client")) - {"client|list"}

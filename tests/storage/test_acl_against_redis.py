@@ -87,23 +87,9 @@ def test_replies_equal_those_of_redis(name: str, protocol: int, shared_server: C
         assert answer == reference, f"to {str(command)[:200]}"
 
 
-def test_categories_and_access_equal_those_of_redis(shared_server: Child, redis_port: int) -> None:
+def test_categories_equal_those_of_redis(shared_server: Child, redis_port: int) -> None:
     with shared_server.client() as ours, Client(redis_port) as theirs:
         assert ours.call("ACL", "CAT") == theirs.call("ACL", "CAT")
-        rows = ours.call("COMMAND", "INFO")
-        names = []
-        for row in rows:
-            assert isinstance(row[9], list)
-            names += [row[0], *(subcommand[0] for subcommand in row[9])]
-        described = ours.call("COMMAND", "INFO", *names)
-        reference = theirs.call("COMMAND", "INFO", *names)
-        assert isinstance(reference, list)
-        compared = 0
-        for row, other in zip(described, reference, strict=True):
-            if other is not None:
-                assert row[6] == other[6], row[0]
-                compared += 1
-        assert compared >= 50
         for category in ours.call("ACL", "CAT"):
             mine, his = (set(client.call("ACL", "CAT", category)) for client in (ours, theirs))
             assert {name for name in mine if not name.startswith(b"kv.") and b"setinfo" not in name} <= his, category

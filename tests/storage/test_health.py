@@ -11,7 +11,7 @@ from machine import NEVER_S, wait_for
 from storage_support import Start, make_node
 
 from shadowserve.pool.statistics import DeviceStatistics, Statistics
-from storage_kv.operations import Condition
+from storage_kv.operations import Operations
 
 
 class DeviceEngine:
@@ -25,13 +25,13 @@ class DeviceEngine:
         return Statistics(devices=tuple(DeviceStatistics(name=f"d{n}", state=state) for n, state in enumerate(states)))
 
 
-def condition(store: Any) -> Condition:
-    found = Condition(make_node(store))
+def operations(store: Any) -> Operations:
+    found = Operations(make_node(store))
     found.recovered, found.listening = True, "127.0.0.1:1"
     return found
 
 
-def failed(found: Condition) -> list[str]:
+def failed(found: Operations) -> list[str]:
     return [check.name for check in found.readiness() if check.failed]
 
 
@@ -47,7 +47,7 @@ def test_a_running_server_is_healthy_and_ready(start: Start) -> None:
 
 
 def test_before_recovery_and_while_draining_a_node_is_not_ready() -> None:
-    found = condition(DeviceEngine(True))
+    found = operations(DeviceEngine(True))
     assert failed(found) == []
     found.recovered = False
     assert failed(found) == ["recovery"]
@@ -56,13 +56,13 @@ def test_before_recovery_and_while_draining_a_node_is_not_ready() -> None:
 
 
 def test_one_healthy_device_is_enough_and_a_lost_one_is_a_warning() -> None:
-    assert failed(condition(DeviceEngine())) == failed(condition(DeviceEngine(False, True))) == []
-    assert "warning device d0: out of use" in map(str, condition(DeviceEngine(False, True)).readiness())
-    assert failed(condition(DeviceEngine(False, False))) == ["devices"]
+    assert failed(operations(DeviceEngine())) == failed(operations(DeviceEngine(False, True))) == []
+    assert "warning device d0: out of use" in map(str, operations(DeviceEngine(False, True)).readiness())
+    assert failed(operations(DeviceEngine(False, False))) == ["devices"]
 
 
 def test_a_blocked_loop_or_lock_is_detected_within_the_timeout() -> None:
-    found = condition(DeviceEngine())
+    found = operations(DeviceEngine())
     found.loops = {"good": lambda call: call(), "stuck": lambda call: None}
     assert [check.name for check in found.health(timeout_s=0.01) if check.failed] == ["stuck"]
     with found.node.lock:

@@ -227,4 +227,4 @@ async def test_a_start_that_fails_leaves_no_thread(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("storage_kv.server.IoThread", break_second)
     with pytest.raises(ConfigurationError, match="cannot start 2 threads: no descriptors are left"):
         await StorageServer(StorageConfig(port=0, io_threads=2)).start()
-    assert not [each.name for each in threading.enumerate() if each.name.startswith(("io-", "layers", "verify-"))]
+    assert not [each.name for each in threading.enumerate() if each.name.startswith(("io-", "layers", "verify"))]

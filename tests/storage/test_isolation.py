@@ -320,7 +320,7 @@ def test_a_client_that_breaks_off_while_it_is_sent_to_is_forgotten_and_its_tenan
     node.streams = SimpleNamespace(others=(others := Others()))
     others.rate = 1e3
     session, transport = Session(1, "127.0.0.1:1", authenticated=True), BreaksOff()
-    workers, loop = Workers(0), EventLoop()
+    workers, loop = Workers(1), EventLoop()
     connection = Connection(node, workers, lambda session: None, cast(Any, transport), session, loop)
     with node.lock:
         for _ in range(100):

@@ -26,28 +26,34 @@ from storage_kv.layer_stream import Stream
 MIB = 1 << 20
 LARGE = {"layer_bytes": MIB}
 """Four layers of 1 MiB: the least part of an ordered read, so each layer is a part."""
-ColdNode = Callable[..., tuple[Child, Client, dict[bytes, bytes]]]
-Restarted = Callable[..., tuple[Client, dict[bytes, bytes]]]
+FarNode = Callable[..., tuple[Child, Client, dict[bytes, bytes]]]
+
+
+@pytest.fixture
+def cold_node(start: Start, faulty: FaultyS3) -> FarNode:
+    """Start a node that knows records which only the bucket has."""
+    return far_node(start, *bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0))
 
 
 @pytest.fixture(params=["device", "bucket"])
-def restarted(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> Restarted:
+def restarted(request: pytest.FixtureRequest, start: Start, tmp_path: Path) -> FarNode:
     """Start a node whose records are on a device, or in a bucket; none is in memory."""
+    if request.param == "device":
+        return far_node(start, "--devices", f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]')
+    faulty = request.getfixturevalue("faulty")
+    return far_node(start, *bucket_flags(faulty.endpoint, gather_s=0.2, object_bytes=4 * MIB))
 
-    def start_node(count: int, memory: str = "64 MiB") -> tuple[Client, dict[bytes, bytes]]:
-        if request.param == "device":
-            below = ["--devices", f'[{{"path": "{tmp_path}/device", "size": "256 MiB"}}]']
-        else:
-            below = bucket_flags(request.getfixturevalue("faulty").endpoint, gather_s=0.2, object_bytes=4 * MIB)
-        child = start("--memory-budget-bytes", "128 MiB", *below, environment=CREDENTIALS)
+
+def far_node(start: Start, *below: str) -> FarNode:
+    def start_node(count: int, memory: str = "64 MiB", *flags: str) -> tuple[Child, Client, dict[bytes, bytes]]:
+        first = start("--memory-budget-bytes", "128 MiB", *below, environment=CREDENTIALS)
+        records = stored(client := first.client(), count, **LARGE)
+        wait_for(lambda: client.info("s3").get("records", str(count)) == str(count))
+        assert first.stop() == 0
+        child = start("--memory-budget-bytes", memory, *below, *flags, environment=CREDENTIALS)
         client = child.client()
-        records = stored(client, count, **LARGE)
-        if request.param == "bucket":
-            wait_for(lambda: client.info("s3")["records"] == str(count))
-        assert child.stop() == 0
-        client = start("--memory-budget-bytes", memory, *below, environment=CREDENTIALS).client()
-        wait_for(lambda: request.param == "device" or client.info("s3")["records"] == str(count))
-        return client, records
+        wait_for(lambda: client.info("s3").get("records", str(count)) == str(count))
+        return child, client, records
 
     return start_node
 
@@ -76,31 +82,14 @@ def replace_record(server: Served, key: bytes, *, away: bool) -> None:
         server.store.away = away
 
 
-@pytest.fixture
-def cold_node(start: Start, faulty: FaultyS3) -> ColdNode:
-    """Start a node that knows records which only the bucket has."""
-    bucket = bucket_flags(faulty.endpoint, gather_s=0.2, timeout_s=60.0)
-
-    def start_node(count: int, memory: str = "64 MiB", *flags: str) -> tuple[Child, Client, dict[bytes, bytes]]:
-        first = start("--memory-budget-bytes", "64 MiB", *bucket, environment=CREDENTIALS).client()
-        records = stored(first, count, **LARGE)
-        wait_for(lambda: first.info("s3")["records"] == str(count))
-        child = start("--memory-budget-bytes", memory, *bucket, *flags, environment=CREDENTIALS)
-        client = child.client()
-        wait_for(lambda: client.info("s3")["records"] == str(count))
-        return child, client, records
-
-    return start_node
-
-
 def reads(client: Client) -> int:
     """Return the bytes read from a device, or the number of requests to the bucket."""
     device = re.search(r"read_bytes=(\d+)", client.info("devices").get("device0", ""))
     return int(client.info("s3")["requests"] if device is None else device[1])
 
 
-def test_all_layers_arrive_and_records_are_kept_for_the_next_time(restarted: Restarted) -> None:
-    client, records = restarted(3)
+def test_all_layers_arrive_and_records_are_kept_for_the_next_time(restarted: FarNode) -> None:
+    _, client, records = restarted(3)
     small, value = record_of(9, layer_bytes=2048)
     client.call("SET", small, value)
     asked = [*records, small, storage_key(b"?" * 32)]
@@ -113,8 +102,8 @@ def test_all_layers_arrive_and_records_are_kept_for_the_next_time(restarted: Res
     wait_for(lambda: lent(client) == 0)
 
 
-def test_records_that_do_not_fit_memory_pass_through_it(restarted: Restarted) -> None:
-    client, records = restarted(8, "20 MiB")  # 32 MiB, of which 10 may be lent
+def test_records_that_do_not_fit_memory_pass_through_it(restarted: FarNode) -> None:
+    _, client, records = restarted(8, "20 MiB")  # 32 MiB, of which 10 may be lent
     asked = list(records)
     for layers in ("0-3", "2-3"):
         first, last = map(int, layers.split("-"))
@@ -122,21 +111,18 @@ def test_records_that_do_not_fit_memory_pass_through_it(restarted: Restarted) ->
     wait_for(lambda: lent(client) == 0)
 
 
-def first_layers(asked: list[bytes], records: dict[bytes, bytes], layers: int) -> bytes:
-    """Return the reply up to the end of some layers."""
+def first_layer(asked: list[bytes], records: dict[bytes, bytes]) -> bytes:
+    """Return the reply up to the end of the first layer."""
     totals = [sum(len(layer_of(records[key], layer)) for layer in range(LAYERS)) for key in asked]
-    reply = b"*%d\r\n*%d\r\n" % (1 + LAYERS, len(asked)) + b"".join(b":%d\r\n" % total for total in totals)
-    for layer in range(layers):
-        parts = [layer_of(records[key], layer) for key in asked]
-        table = np.array([len(part) for part in parts], "<u4").tobytes()
-        bulk = table + b"".join(parts)
-        reply += b"$%d\r\n" % len(bulk) + bulk + b"\r\n"
-    return reply
+    parts = [layer_of(records[key], 0) for key in asked]
+    bulk = np.array([len(part) for part in parts], "<u4").tobytes() + b"".join(parts)
+    head = b"*%d\r\n*%d\r\n" % (1 + LAYERS, len(asked)) + b"".join(b":%d\r\n" % total for total in totals)
+    return head + b"$%d\r\n%s\r\n" % (len(bulk), bulk)
 
 
 @pytest.mark.parametrize("fate", ["slow", "broken", "absent", "same_length"])
 def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
-    faulty: FaultyS3, cold_node: ColdNode, fate: str
+    faulty: FaultyS3, cold_node: FarNode, fate: str
 ) -> None:
     _, client, records = cold_node(3)
     asked = list(records)
@@ -153,7 +139,7 @@ def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
 
     faulty.fault = slow_and_wrong
     client.send("KV.LAYERS", "0-3", 0, 0, *asked)
-    begun = first_layers(asked, records, 1)
+    begun = first_layer(asked, records)
     assert client.receive_raw(len(begun)) == begun
     read.set()
     rest = [client.receive() for _ in range(LAYERS - 1)]
@@ -166,7 +152,7 @@ def test_the_first_layer_is_sent_before_a_bucket_has_answered_the_last_range(
 
 
 def test_a_prefetch_and_a_header_of_a_record_that_is_being_read_do_not_stop_the_node(
-    faulty: FaultyS3, cold_node: ColdNode
+    faulty: FaultyS3, cold_node: FarNode
 ) -> None:
     _, client, records = cold_node(1)
     [(key, value)] = records.items()
@@ -192,7 +178,7 @@ def test_a_stream_reads_ahead_what_its_tenant_has_room_for_and_no_bytes_of_anoth
 
         finish_reads()  # the headers
         finish_reads()
-        begun = first_layers(asked, records, 1)
+        begun = first_layer(asked, records)
         assert client.receive_raw(len(begun)) == begun
         server.wait_for_reads(4)
         replace_record(server, asked[2], away=True)
@@ -263,7 +249,7 @@ def test_layers_that_cannot_be_read_by_ranges_are_refused(
         assert said in bytes(client.receive())
 
 
-def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, cold_node: ColdNode) -> None:
+def test_wrong_bytes_of_ranges_are_reported_and_their_object_is_not_used(faulty: FaultyS3, cold_node: FarNode) -> None:
     child, client, asked = cold_node(8, "20 MiB", "--metrics-port", "0")
     faulty.fault = LIES["same_length"]
     there, *_ = client.call("KV.LAYERS", "0-3", 0, 0, *asked)

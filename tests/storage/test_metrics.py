@@ -20,7 +20,7 @@ from storage_kv.commands import execute
 from storage_kv.counters import SAMPLE_EVERY, CommandCounters
 from storage_kv.metric_table import BUCKET
 from storage_kv.node import Node
-from storage_kv.operations import Condition, NodeCollector
+from storage_kv.operations import NodeCollector, Operations
 from storage_kv.reply import CommandError
 from storage_kv.session import Session
 
@@ -48,10 +48,17 @@ def shown() -> Statistics:
     )
 
 
-def exported(node: Node) -> dict[str, float]:
+def scraped(node: Node, *, recovered: bool = True) -> bytes:
+    """Return the metrics of a node."""
+    operations = Operations(node)
+    operations.recovered = recovered
     registry = CollectorRegistry()
-    registry.register(NodeCollector(node, Condition(node, recovered=True)))
-    lines = generate_latest(registry).decode().splitlines()
+    registry.register(NodeCollector(operations))
+    return generate_latest(registry)
+
+
+def exported(node: Node) -> dict[str, float]:
+    lines = scraped(node).decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
@@ -84,11 +91,8 @@ def test_metrics_count_the_work_of_a_server(start: Start) -> None:
 
 @needs_promtool
 def test_promtool_accepts_a_scrape_with_devices() -> None:
-    registry = CollectorRegistry()
-    registry.register(NodeCollector(node := make_node(ShownStore()), Condition(node, recovered=True)))
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input=generate_latest(registry), capture_output=True, timeout=NEVER_S
-    )
+    text = scraped(make_node(ShownStore()))
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=NEVER_S)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 
 
@@ -127,10 +131,8 @@ def test_devices_arenas_and_causes_are_metrics() -> None:
 
 def test_a_scrape_does_not_use_the_store_before_recovery() -> None:
     node = make_node(object())
-    registry = CollectorRegistry()
-    registry.register(NodeCollector(node, condition := Condition(node)))
-    assert b"shadowserve_storage_recovered 0.0" in generate_latest(registry)
-    assert [check.name for check in condition.readiness() if check.failed] == ["recovery", "listening"]
+    assert b"shadowserve_storage_recovered 0.0" in scraped(node, recovered=False)
+    assert [check.name for check in Operations(node).readiness() if check.failed] == ["recovery", "listening"]
 
 
 def test_a_scrape_reads_sessions_and_queues_with_the_lock_held() -> None:

@@ -237,13 +237,6 @@ def test_metrics_include_the_bucket(faulty: FaultyS3, node: Nodes) -> None:
     assert samples["shadowserve_storage_s3_away"] == 0
 
 
-def test_invalid_bucket_settings_are_errors_at_the_start(start: Start, tmp_path: Any) -> None:
-    for keys, words in (
-        ({"bucket": "UPPER"}, "s3.bucket"),
-        ({"bucket": BUCKET, "endpoint": "minio:9000"}, "s3.endpoint"),
-        ({"bucket": BUCKET, "ca_file": str(tmp_path / "none.pem")}, "ca_file"),
-        ({"bucket": BUCKET, "object_bytes": "1 GiB"}, "object_bytes"),
-        ({"bucket": BUCKET, "secret": "x"}, "there is no such key"),
-    ):
-        with pytest.raises(AssertionError, match=words):
-            start("--s3", json.dumps(keys), environment=CREDENTIALS)
+def test_a_missing_certificate_file_is_an_error_at_the_start(start: Start) -> None:
+    with pytest.raises(AssertionError, match="ca_file"):
+        start("--s3", json.dumps({"bucket": BUCKET, "ca_file": "/none.pem"}), environment=CREDENTIALS)

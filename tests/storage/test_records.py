@@ -40,22 +40,16 @@ def test_other_values_follow_redis(client: Client) -> None:
 def faulty_records() -> dict[str, tuple[bytes, bytes]]:
     key, value = make_record(b"a" * 32)
     other_key, _ = make_record(b"b" * 32)
-    cases = [
-        ("under another key", other_key, value),
-        ("under a key that names no chunk", b"plain", value),
-        ("under a key in capitals", b"kv:" + key[3:].upper().replace(b"61", b"6A"), value),
-        ("cut off in the header", key, value[:50]),
-        ("cut off in the manifest", key, value[:150]),
-        ("cut off in the body", key, value[:-1]),
-        ("with bytes behind it", key, value + b"x"),
-        ("only a magic", key, record.MAGIC),
-        ("of another version", key, value[:4] + b"\x63\0" + value[6:]),
-    ]
-    for position in (5, 20, 60, 100, 130, len(value) // 2, len(value) - 1):
-        flipped = bytearray(value)
-        flipped[position] ^= 0x10
-        cases.append((f"with bit {position * 8 + 4} flipped", key, bytes(flipped)))
-    return {name: (key, value) for name, key, value in cases}
+    return {
+        "under another key": (other_key, value),
+        "under a key that names no chunk": (b"plain", value),
+        "under a key in capitals": (b"kv:" + key[3:].upper().replace(b"61", b"6A"), value),
+        "only a magic": (key, record.MAGIC),
+        "cut off in the manifest": (key, value[:150]),
+        "with bytes behind it": (key, value + b"x"),
+        "of another version": (key, value[:4] + b"\x63\0" + value[6:]),
+        "with a flipped bit": (key, value[:-1] + bytes([value[-1] ^ 1])),
+    }
 
 
 @pytest.mark.parametrize("name", faulty_records())
