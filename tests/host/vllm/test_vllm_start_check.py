@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from host_control.config import HostConfig
+from host_control.vllm import start_check
+from host_control.vllm.start_check import _TIER_UNUSED, check, connector_settings, why_not_layers
 from shadowserve.errors import ConfigurationError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -29,8 +31,6 @@ def engine(name: str, extra: dict[str, Any], **changes: Any) -> Any:
 
 
 def problem(name: str, extra: dict[str, Any], **changes: Any) -> str:
-    from host_control.vllm.start_check import check
-
     with pytest.raises(ConfigurationError) as raised:
         check(engine(name, extra, **changes))
     assert "\n" not in str(raised.value)
@@ -38,8 +38,6 @@ def problem(name: str, extra: dict[str, Any], **changes: Any) -> str:
 
 
 def accepts(name: str, extra: dict[str, Any], **changes: Any) -> bool:
-    from host_control.vllm.start_check import check
-
     check(engine(name, extra, **changes))
     return True
 
@@ -108,8 +106,6 @@ FULL_GRAPHS = SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs
 def test_layer_order_auto_is_on_where_the_engine_can_stream_as_it_is(
     extra: dict[str, Any], changes: dict[str, Any], words: str
 ) -> None:
-    from host_control.vllm.start_check import connector_settings, why_not_layers
-
     configured = engine("ShadowServeConnector", extra, **changes)
     config = connector_settings(extra, configured)
     why_not = why_not_layers(config, configured, SimpleNamespace(one=True), loads=True)
@@ -167,9 +163,6 @@ def test_a_tier_accepts_its_keys_and_vllms() -> None:
 
 def test_a_tier_uses_or_refuses_every_key() -> None:
     """Every new option must be used or refused."""
-    from host_control.config import HostConfig
-    from host_control.vllm.start_check import _TIER_UNUSED
-
     sources = Path(__file__).resolve().parents[3] / "host_control"
     read = "".join((sources / name).read_text() for name in ("vllm/tier.py", "vllm/tier_work.py", "config.py"))
     read += (sources / "vllm/identity/content.py").read_text()
@@ -180,8 +173,6 @@ def test_a_tier_uses_or_refuses_every_key() -> None:
 
 def test_vllm_checks_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm.config
-
-    from host_control.vllm import start_check
 
     class Made:
         def __post_init__(self) -> None:
