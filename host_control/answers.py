@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -164,7 +165,7 @@ class FetchCall:
         return bool(self._call.done())
 
     def wait(self, seen: int, seconds: float) -> int:
-        """Wait for more leading layers than ``seen``; only of :meth:`DataPlaneClient.start_fetch_layers`."""
+        """Wait for more leading layers than ``seen``; only of a streamed fetch."""
         return int(self._call.layers(seen, seconds))
 
     def result(self) -> FetchAnswer:
@@ -179,52 +180,41 @@ class LayerStream:
         self._call = call
         self._changed = threading.Condition()
         self._layers = 0
-        self._answer = pb.FetchResponse()  # with no outcome
-        self._error: grpc.RpcError | None = None
-        self._ended = False
-        self._callbacks: list[Callable[[Any], None]] = []
+        self._ended: Future[pb.FetchResponse] = Future()
         threading.Thread(target=self._read, name="shadowserve-layers", daemon=True).start()
 
     def _read(self) -> None:
+        answer = pb.FetchResponse()  # with no outcome
         try:
             for message in self._call:
                 if message.HasField("answer"):
-                    self._answer = message.answer
+                    answer = message.answer
                 with self._changed:
                     self._layers = max(self._layers, message.layers)
                     self._changed.notify_all()
         except grpc.RpcError as error:
-            self._error = error
+            self._ended.set_exception(error)
         finally:
+            if not self._ended.done():
+                self._ended.set_result(answer)
             with self._changed:
-                self._ended = True
                 self._changed.notify_all()
-            for callback in self._callbacks:
-                callback(self)
 
     def layers(self, seen: int, seconds: float) -> int:
         """Return the number of leading layers in place, once above ``seen``, or the call or the seconds end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._layers > seen or self._ended, seconds)
+            self._changed.wait_for(lambda: self._layers > seen or self._ended.done(), seconds)
             return self._layers
 
     def done(self) -> bool:
-        return self._ended
+        return self._ended.done()
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        with self._changed:
-            if not self._ended:
-                self._callbacks.append(callback)
-                return
-        callback(self)
+        self._ended.add_done_callback(callback)
 
     def result(self) -> pb.FetchResponse:
         """Return the answer, with no outcome where none came; raise grpc.RpcError if the call has failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended)
-        if self._error is not None:
-            raise self._error
-        return self._answer
+        return self._ended.result()
 
 
 def delivered_of(answer: pb.FetchResponse, wanted: Sequence[Flags]) -> list[Flags]:

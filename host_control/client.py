@@ -164,14 +164,8 @@ class DataPlaneClient:
         return self._connection.peer
 
     def connect(self, timeout: float, shape: ChunkLayout | None = None, *, wait: bool = True) -> Peer:
-        """Say Hello (:meth:`host_control.connection.Connection.connect`). ``shape``: layout of chunks that will move.
-
-        Raises:
-            DataPlaneError: There is no connection; the message says why and what to do.
-        """
-        if shape is None:
-            return self._connection.connect(timeout, None, 0, wait=wait)
-        return self._connection.connect(timeout, layout_message(shape), shape.raw_bytes, wait=wait)
+        """See :meth:`host_control.connection.Connection.connect`."""
+        return self._connection.connect(timeout, shape, wait=wait)
 
     def wait_ready(self, timeout: float) -> bool:
         """Connect if necessary; return True if the data plane accepts this host within ``timeout`` seconds."""
@@ -422,6 +416,7 @@ class DataPlaneClient:
         *,
         layerwise: bool = False,
         progress: int | None = None,
+        streamed: bool = False,
         window_s: float = 0.0,
         purpose: Any = pb.PURPOSE_REQUEST,
     ) -> FetchCall:
@@ -433,6 +428,7 @@ class DataPlaneClient:
             layerwise: Fetch layer by layer, not chunk by chunk.
             progress: Offset, in the memory of the first part, of the word where the data plane counts the leading
                 chunks of every part that are in place; layer by layer, the leading layers of parts of one window.
+            streamed: :meth:`FetchCall.wait` tells the leading layers, for memory that the data plane does not share.
             window_s: Seconds that the engine will compute with each layer; 0 if unknown.
 
         Raises:
@@ -447,28 +443,11 @@ class DataPlaneClient:
             window_us=_microseconds(window_s),
             purpose=purpose,
         )
-        return self._start(self._connection.stub.Fetch.future, request, timeout, [part.wanted for part in parts])
+        start = self._stream if streamed else self._connection.stub.Fetch.future
+        return self._start(start, request, timeout, [part.wanted for part in parts])
 
-    def start_fetch_layers(
-        self, job_id: str, parts: Sequence[FetchPart], timeout: float, window_s: float = 0.0
-    ) -> FetchCall:
-        """Start one batch layer by layer, whose progress :meth:`FetchCall.wait` tells.
-
-        For memory that the data plane does not share. Arguments and errors as in :meth:`start_fetch`.
-        """
-
-        def stream(*arguments: Any, **named: Any) -> LayerStream:
-            return LayerStream(self._connection.stub.FetchLayers(*arguments, **named))
-
-        request = pb.FetchRequest(
-            job_id=job_id,
-            parts=[part.message for part in parts],
-            order=pb.ORDER_LAYERS,
-            timeout_ms=_milliseconds(timeout),
-            window_us=_microseconds(window_s),
-            purpose=pb.PURPOSE_REQUEST,
-        )
-        return self._start(stream, request, timeout, [part.wanted for part in parts])
+    def _stream(self, request: pb.FetchRequest, **how: Any) -> LayerStream:
+        return LayerStream(self._connection.stub.FetchLayers(request, **how))
 
     def start_fetch_pages(
         self,

@@ -17,10 +17,12 @@ import grpc
 
 from host_control.transfer import Reason
 from shadowserve import __version__
+from shadowserve.chunk import ChunkLayout
 from shadowserve.errors import ConfigurationError, DataPlaneError
 from shadowserve.keys import RECORD_VERSION, SCHEMA_VERSION
 from shadowserve.proto import HELLO_KEY, PROTOCOL_VERSION, SESSION_KEY
 from shadowserve.proto import dataplane_pb2 as pb
+from shadowserve.proto.convert import layout_message
 from shadowserve.proto.dataplane_pb2_grpc import DataPlaneStub
 from shadowserve.tls import Credentials, FileState, diagnose, file_state, read_authorities, read_key_pair
 
@@ -104,13 +106,12 @@ class Connection:
         """Description of the data plane, None while not connected."""
         return self._peer
 
-    def connect(self, timeout: float, layout: pb.ChunkLayout | None, chunk_bytes: int, *, wait: bool) -> Peer:
+    def connect(self, timeout: float, shape: ChunkLayout | None, *, wait: bool) -> Peer:
         """Say Hello, and wait for the answer.
 
         Args:
             timeout: Seconds.
-            layout, chunk_bytes: Layout and size of the chunks that will move, which the data plane checks; None and 0
-                where no chunks will.
+            shape: Layout of the chunks that will move, which the data plane checks; None where no chunks will.
             wait: Wait for a data plane that does not listen yet. Otherwise the first failure counts.
 
         Raises:
@@ -124,10 +125,10 @@ class Connection:
             key_schema=SCHEMA_VERSION,
             host=_host(),
             process=f"process {os.getpid()} on {socket.gethostname()}"[:256],
-            layout=layout,
-            chunk_bytes=chunk_bytes,
+            layout=None if shape is None else layout_message(shape),
+            chunk_bytes=0 if shape is None else shape.raw_bytes,
             session=self._session,
-            engine=None if layout is None else self._engine,
+            engine=None if shape is None else self._engine,
         )
         ends = time.monotonic() + timeout
         try:
@@ -142,7 +143,7 @@ class Connection:
                 self._session, self._peer = answer.session, answer
                 return answer
         # Another thread has opened a session meanwhile, and may have registered memory: continue that one.
-        return self.connect(max(ends - time.monotonic(), 0.001), layout, chunk_bytes, wait=wait)
+        return self.connect(max(ends - time.monotonic(), 0.001), shape, wait=wait)
 
     def _hello(self, request: pb.HelloRequest, ends: float, *, wait: bool) -> pb.HelloResponse:
         try:

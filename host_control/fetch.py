@@ -4,7 +4,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from host_control.answers import FetchAnswer
 from host_control.disaggregation import Available
@@ -146,15 +146,6 @@ The chunks are one after the other: a memoryview, or a tensor on the GPU.
 """
 
 
-class Placed(NamedTuple):
-    """Outcome of a :class:`Placer`: chunks in place, their bytes, and why no more can be fetched, or empty."""
-
-    chunks: int
-    moved_bytes: int = 0
-    reason: str = ""
-    detail: str = ""
-
-
 class Placer(Protocol):
     """Lets devices of the data plane write chunks straight into an engine's paged KV memory."""
 
@@ -168,29 +159,8 @@ class Placer(Protocol):
         deadline: float,
         cancelled: Callable[[], bool],
         on_layers: Callable[[int], None],
-    ) -> Placed:
-        """Place the leading ones of these chunks that devices hold.
+    ) -> FetchAnswer | None:
+        """Place the leading ones of these chunks that devices hold; None where the data plane was not asked.
 
         ``on_layers`` receives the number of leading layers that are in place of all of them, as it grows.
         """
-
-
-FetchOrder = Callable[[Sequence[FetchJob]], int]
-"""Chooses the next job: index into the queue, which is in order of arrival and not empty."""
-
-
-def first_in_first_out(queue: Sequence[FetchJob]) -> int:
-    """Choose the oldest job, as the paper does."""
-    return 0
-
-
-def shortest_job_first(queue: Sequence[FetchJob]) -> int:
-    """Choose the job with the fewest chunks, the oldest of equals.
-
-    It lowers the mean waiting time. A long job can be overtaken again and again; it waits until its deadline at most,
-    and is recomputed then.
-    """
-    return min(range(len(queue)), key=lambda index: queue[index].chunks)
-
-
-ORDERS: dict[str, FetchOrder] = {"fifo": first_in_first_out, "sjf": shortest_job_first}

@@ -317,14 +317,13 @@ class _Ring:
         try:
             memory = self._registration.acquire(left)
             parts = list(stream.parts(window, self._registration.memory_id, slot.offset))
+            how: dict[str, Any] = {"layerwise": True, "window_s": window_s}
             if slot.word is None:
-                progress = call = self._client.start_fetch_layers(job_id, parts, left, window_s)
+                progress = call = self._client.start_fetch(job_id, parts, left, streamed=True, **how)
             else:
                 # Before the call writes there.
                 progress = WordProgress(memory.memory[slot.word : slot.word + PROGRESS_BYTES])
-                call = self._client.start_fetch(
-                    job_id, parts, left, layerwise=True, progress=slot.word, window_s=window_s
-                )
+                call = self._client.start_fetch(job_id, parts, left, progress=slot.word, **how)
         except DataPlaneError as error:
             raise _Ended(error.outcome, str(error)) from error
         first = window.layer

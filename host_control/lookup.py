@@ -137,6 +137,10 @@ class _Lookup:
         self.present, self.asked_at = [flags[: self.whole] for flags in own.present], asked_at
 
 
+_UNKNOWN: Final = _Lookup("", (), 0, _NOTHING, 0.0, answer=LookupAnswer(0, Reason.UNKNOWN))
+"""Stands for the lookup of a request that was never looked up, or has ended."""
+
+
 class PrefixLookup:
     """Looks prompts up in the background; :meth:`submit`, :meth:`poll` and :meth:`forget` take microseconds.
 
@@ -227,11 +231,12 @@ class PrefixLookup:
         if lookup.chunk_keys is None:
             lookup.future = self._pool.submit(self._guarded, lookup, self._run)
 
+    def _of(self, request_id: str) -> _Lookup:
+        return self._lookups.get(request_id, _UNKNOWN)
+
     def poll(self, request_id: str) -> LookupAnswer | None:
         """Return the answer, or None while there is none and time is left."""
-        lookup = self._lookups.get(request_id)
-        if lookup is None:
-            return LookupAnswer(0, Reason.UNKNOWN)
+        lookup = self._of(request_id)
         if lookup.answer is None and time.monotonic() >= lookup.deadline:
             with self._lock:
                 # A lookup thread may have answered since; the first answer counts.
@@ -240,21 +245,19 @@ class PrefixLookup:
 
     def is_pending(self, request_id: str) -> bool:
         """Tell if a lookup waits for pending or cold chunks."""
-        lookup = self._lookups.get(request_id)
-        return lookup is not None and lookup.answer is None and lookup.waits_until > 0
+        lookup = self._of(request_id)
+        return lookup.answer is None and lookup.waits_until > 0
 
     def chunk_keys(self, request_id: str) -> list[bytes] | None:
         """Return the keys of whole chunks, None while they are being hashed.
 
         The list belongs to the request: keys of later chunks are appended in place.
         """
-        lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.chunk_keys
+        return self._of(request_id).chunk_keys
 
     def tail(self, request_id: str) -> list[bytes]:
         """Return the key of the prompt's tail, if that has a record; known with the chunk keys."""
-        lookup = self._lookups.get(request_id)
-        return [] if lookup is None else lookup.tail
+        return self._of(request_id).tail
 
     def extra(self, request_id: str) -> Extra:
         """Return the inputs of a request's KV other than tokens; only for requests with chunk keys."""
@@ -267,40 +270,38 @@ class PrefixLookup:
 
         ``saved``: in the records of the preempted request. None where the other records were asked for.
         """
-        lookup = self._lookups.get(request_id)
-        return lookup.present if lookup is not None and bool(lookup.saved) == saved else None
+        lookup = self._of(request_id)
+        return lookup.present if bool(lookup.saved) == saved else None
 
     def asked(self, request_id: str, *, saved: bool = False) -> float:
         """Return the time (monotonic) at which the chunks that :meth:`present` lacks were absent; 0 if unknown."""
-        lookup = self._lookups.get(request_id)
-        return lookup.asked_at if lookup is not None and bool(lookup.saved) == saved else 0.0
+        lookup = self._of(request_id)
+        return lookup.asked_at if bool(lookup.saved) == saved else 0.0
 
     def begin_load(self, request_id: str, chunks: int) -> None:
         """Start to bring the cold ones of a load's leading chunks nearer; :meth:`available` tells how far that is."""
-        lookup = self._lookups.get(request_id)
-        if lookup is not None and lookup.bring_cold is not None:
+        lookup = self._of(request_id)
+        if lookup.bring_cold is not None:
             bring, lookup.bring_cold = lookup.bring_cold, None
             bring(chunks)
 
     def available(self, request_id: str) -> Available | None:
         """Return how many chunks can be fetched by now; None where the answer counts no pending or cold ones."""
-        lookup = self._lookups.get(request_id)
-        return None if lookup is None else lookup.available
+        return self._of(request_id).available
 
     def counts_pending(self, request_id: str) -> bool:
         """Tell if the answer counts chunks that another engine is still storing."""
-        lookup = self._lookups.get(request_id)
-        return lookup is not None and lookup.counts_pending
+        return self._of(request_id).counts_pending
 
     def chains(self, request_id: str) -> RecordKeys | None:
         """Return the records that a load of everything found takes; None while there is no answer.
 
         Of a group that does not keep every chunk: the fewest last ones that the engine's rule needs for the hit.
         """
-        answer, lookup = self.poll(request_id), self._lookups.get(request_id)
+        answer, lookup = self.poll(request_id), self._of(request_id)
         if answer is None:
             return None
-        if lookup is None or not answer.present or not lookup.chunk_keys:
+        if not answer.present or not lookup.chunk_keys:
             return {}
         end = -(-answer.tokens // self._chunk_tokens)
         names = lookup.saved[: len(answer.present[0])] or lookup.chunk_keys
@@ -319,8 +320,8 @@ class PrefixLookup:
 
         ``needed``: of a group that does not keep every chunk, only those that a hit of all chunks needs.
         """
-        lookup = self._lookups.get(request_id)
-        if lookup is None or not (lookup.chunk_keys or lookup.tail):
+        lookup = self._of(request_id)
+        if not (lookup.chunk_keys or lookup.tail):
             return
         names, tail = list(lookup.chunk_keys or ()), list(lookup.tail)
         layouts = {0, max(lookup.answer.shard_layout, 0) if lookup.answer is not None else 0}

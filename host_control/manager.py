@@ -15,21 +15,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from host_control.client import DataPlaneClient
 from host_control.disaggregation import Available
-from host_control.fetch import (
-    ORDERS,
-    Fetch,
-    FetchJob,
-    FetchOrder,
-    FetchResult,
-    Placer,
-    Scatter,
-    first_in_first_out,
-    shortest_job_first,
-)
+from host_control.fetch import Fetch, FetchJob, FetchResult, Placer, Scatter
 from host_control.layer_fetch import LayerMover, ScatterLayers
 from host_control.movers import BatchMover, PageMover
 from host_control.registered_memory import RegisteredMemory
@@ -38,16 +28,7 @@ from shadowserve import spans
 from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 
-__all__ = [
-    "ORDERS",
-    "FetchJob",
-    "FetchOrder",
-    "FetchResult",
-    "KVCacheManager",
-    "Scatter",
-    "first_in_first_out",
-    "shortest_job_first",
-]
+__all__ = ["FetchJob", "FetchResult", "KVCacheManager"]
 
 _logger = logging.getLogger(__name__)
 _SWEEP_INTERVAL_S: Final = 0.05
@@ -62,6 +43,7 @@ class KVCacheManager:
         scatter: Moves chunks into paged memory; called in the manager's thread.
         scatter_layers: Moves layers of a job's chunks into paged memory; for layerwise jobs.
         layers: Wanted layers of each shard's chunks; by default all.
+        order: The oldest job first, as in the paper, or the one with the fewest chunks.
         placer: Places chunks without registered memory, for jobs of one shard of which all chunks are available.
         fetch_timeout_s: Seconds from hand-over to outcome.
         limits: ``batch_bytes_min``, ``scatter_bytes_min``, ``scatter_parts`` of
@@ -76,7 +58,7 @@ class KVCacheManager:
         *,
         scatter_layers: ScatterLayers | None = None,
         layers: Sequence[slice] | None = None,
-        order: FetchOrder = first_in_first_out,
+        order: Literal["fifo", "sjf"] = "fifo",
         placer: Placer | None = None,
         fetch_timeout_s: float = 10.0,
         purpose: Any = pb.PURPOSE_REQUEST,
@@ -248,7 +230,7 @@ class KVCacheManager:
                 if streams := self._take_streams():
                     return streams
                 if ready := [fetch for fetch in self._queue if not fetch.waits()]:
-                    return [self._take(ready[self._choose(ready)])]
+                    return [self._take(self._choose(ready))]
                 if not self._batches.has_delivered:
                     if self._closing:
                         return []
@@ -275,13 +257,9 @@ class KVCacheManager:
         if self._pages is not None:
             self._pages.prepare(fetch)
 
-    def _choose(self, ready: Sequence[Fetch]) -> int:
-        try:
-            index = self._order([fetch.job for fetch in ready])
-            return index if 0 <= index < len(ready) else 0
-        except Exception:  # in a configured order: fetching continues without it
-            _logger.exception("the fetch order failed; taking the oldest job")
-            return 0
+    def _choose(self, ready: Sequence[Fetch]) -> Fetch:
+        """Return the oldest fetch, with ``sjf`` of those with the fewest chunks."""
+        return min(ready, key=lambda fetch: fetch.job.chunks) if self._order == "sjf" else ready[0]
 
     def _advance(self, fetch: Fetch) -> bool:
         """Make the next move of a fetch; return False once it has ended or waits in the queue again."""

@@ -316,13 +316,16 @@ class PageMover:
             if first == 0:
                 self.tell(fetch, layers)
 
-        placed = self.placer.place(job, range(first, end), fetch.deadline, lambda: fetch.cancelled, on_layers)
-        fetch.delivered[0] += placed.chunks
-        fetch.placed[0] += placed.chunks
-        fetch.fetched_bytes += placed.moved_bytes
-        fetch.delivered_bytes += placed.moved_bytes
-        if placed.reason:
-            self.batches.end(fetch, placed.reason, placed.detail)
-        elif placed.chunks == end - first:
+        answer = self.placer.place(job, range(first, end), fetch.deadline, lambda: fetch.cancelled, on_layers)
+        if answer is None:
+            return True
+        if not answer.quiet:
+            self.batches.end(fetch, answer.reason, answer.detail)
+            return False
+        (placed,) = answer.chunks
+        fetch.delivered[0] += placed
+        fetch.placed[0] += placed
+        fetch.count_moved(answer)
+        if placed == end - first:
             fetch.pages_from = fetch.delivered[0]
-        return not placed.reason
+        return True

@@ -99,16 +99,15 @@ class AskedPages:
     With pipeline parallelism, SGLang 0.5.23 tells lookups of a prompt's first page where it is, and not all fetches.
     """
 
-    def __init__(self, most: int = _ASKED_MAX) -> None:
+    def __init__(self) -> None:
         self._asked: OrderedDict[str, tuple[Pages, int]] = OrderedDict()
-        self._most = most
 
     def add(self, pages: Pages, step: int) -> None:
         """Remember a lookup, whose pages are fetched ``step`` at a time. The oldest ones are forgotten."""
         for index in range(pages.first + step, pages.end, step):
             self._asked[pages.hashes[index]] = pages, index
             self._asked.move_to_end(pages.hashes[index])
-        while len(self._asked) > self._most:
+        while len(self._asked) > _ASKED_MAX:
             self._asked.popitem(last=False)
 
     def placed(self, pages: Pages) -> Pages:
@@ -122,9 +121,8 @@ class AskedPages:
 class FoundBlocks:
     """Stored blocks by page. One lookup of a prompt serves the fetches that follow."""
 
-    def __init__(self, most: int = _REMEMBERED_MAX) -> None:
+    def __init__(self) -> None:
         self._blocks: OrderedDict[str, Block] = OrderedDict()
-        self._most = most
 
     def add(self, block: Block, first: int = 0) -> None:
         """Remember a block for those of its pages from ``first`` on that no other block holds.
@@ -139,7 +137,7 @@ class FoundBlocks:
         for page, block in others._blocks.items():
             self._blocks[page] = block
             self._blocks.move_to_end(page)
-        while len(self._blocks) > self._most:
+        while len(self._blocks) > _REMEMBERED_MAX:
             self._blocks.popitem(last=False)
 
     def forget(self, block: Block) -> None:

@@ -56,6 +56,7 @@ _BY_REASON: Final = {
     "slower_paths": "Requests that took a slower path than configured, by reason (docs/reference/combinations.md).",
 }
 _SEPARATOR: Final = "/"
+_LOG_INTERVAL_S: Final = 60.0
 
 _logger = logging.getLogger("vllm.shadowserve")
 
@@ -104,18 +105,17 @@ class Counts:
 
 
 class FailureLog:
-    """Logs failures, each kind at most once in ``interval`` seconds, with the number of suppressed lines."""
+    """Logs failures, each kind at most once a minute, with the number of suppressed lines."""
 
-    def __init__(self, logger: logging.Logger, interval: float = 60.0) -> None:
+    def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
-        self._interval = interval
         self._last: dict[str, tuple[float, int]] = {}  # time of the last line, and lines suppressed since
 
     def warn(self, what: str, reason: str, detail: str) -> None:
         """Log that ``what`` failed for ``reason``."""
         key, now = f"{what}/{reason}", time.monotonic()
         last, suppressed = self._last.get(key, (float("-inf"), 0))
-        if now - last < self._interval:
+        if now - last < _LOG_INTERVAL_S:
             self._last[key] = (last, suppressed + 1)
             return
         self._last[key] = (now, 0)

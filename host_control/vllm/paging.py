@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from host_control.answers import FetchAnswer
 from host_control.config import HostConfig
-from host_control.fetch import FetchJob, Placed
+from host_control.fetch import FetchJob
 from host_control.layouts import NOWHERE
 from host_control.pages import PageDelivery, SharedPages
 from host_control.vllm.groups import Groups
@@ -91,17 +92,14 @@ class PagePlacer:
         deadline: float,
         cancelled: Callable[[], bool],
         on_layers: Callable[[int], None],
-    ) -> Placed:
+    ) -> FetchAnswer | None:
         """See :class:`~host_control.fetch.Placer`."""
         each = self._part.record_blocks
         keys: Sequence[bytes] = job.keys[0][chunks.start : chunks.stop]
         blocks = self._blocks(job)[chunks.start * each : chunks.stop * each]
         answer = self._delivery.fetch(keys, blocks, deadline, cancelled, on_layers)
-        if answer is None:
-            return Placed(0)
-        watch = self._watch()
-        with torch.inference_mode():
-            watch.check(job.target.epoch, watch.sample())
-        if not answer.quiet:
-            return Placed(0, 0, answer.reason, answer.detail)
-        return Placed(answer.chunks[0], answer.delivered_bytes)
+        if answer is not None:
+            watch = self._watch()
+            with torch.inference_mode():
+                watch.check(job.target.epoch, watch.sample())
+        return answer

@@ -111,7 +111,8 @@ class SchedulerSide:
         self.ways = LoadWays(config, groups, self.slower, sampling_state=sampling_state)
         self.waiting: WaitingQueue | None = None
         self._clients: list[DataPlaneClient] = []
-        self._lookup: PrefixLookup | None = None
+        self._serves = False
+        self._lookup: PrefixLookup  # from start() on, in an engine that is served
         self._stores: Stores
         self._preemption: Preemption | None = None
         # All requests of the engine, also those that are served without the cache.
@@ -152,6 +153,7 @@ class SchedulerSide:
             self._policy_runner.start(layers, shake.chunk_bytes)
         self._timing.begin(shake.model, shake.machine, layers, self._logger, self._clients)
         lookup = self._lookup = self._outcomes.lookup = self._make_lookup(workers, groups)
+        self._serves = True
         if self._engine.fetch:
             self.waiting = WaitingQueue(lookup.chains, self._clients, by_priority=self._engine.by_priority)
         events = self._engine.events and self._engine.events.begin(workers.names, self.counts)
@@ -189,7 +191,7 @@ class SchedulerSide:
     # ------------------------------------------------------------------ arrival and lookup
 
     def on_new_request(self, request: Any) -> None:
-        if self._lookup is None:
+        if not self._serves:
             return
         state = self._requests[request.request_id] = RequestState(request)
         self._outcomes.begin(request)
@@ -226,7 +228,6 @@ class SchedulerSide:
         self._stores.schedule(state)
 
     def _look_up(self, state: RequestState, tokens: list[int]) -> None:
-        assert self._lookup is not None
         request, disaggregation, size = state.request, state.disaggregation, state.disaggregation.tail_tokens
         if (save := state.current_save) is not None:
             # Without a tail one more token is looked up, because a lookup never matches the last one.
@@ -265,7 +266,6 @@ class SchedulerSide:
             return 0
         if load.not_layerwise == NEXT_STEP:
             return None
-        assert self._lookup is not None
         note_chunk_keys(state, answer, self._lookup, usable, self._groups.chunk_tokens)
         load.epoch, load.shard_layout = self.epochs.current, answer.shard_layout
         load.on(Event.OFFER)
@@ -288,13 +288,11 @@ class SchedulerSide:
             return Reason.REFUSED_BEFORE
         if not self._engine.fetch or state.request.skip_reading_prefix_cache:
             return Reason.OFF
-        saves_apart = self._lookup is not None and self._lookup.saves_apart
-        if state.current_save is None and saves_apart and state.was_computed_here:
+        if state.current_save is None and self._lookup.saves_apart and state.was_computed_here:
             return Reason.NOT_EXACT
         return Reason.NONE
 
     def _answer(self, state: RequestState) -> LookupAnswer | None:
-        assert self._lookup is not None
         request, save = state.request, state.current_save
         answer = self._lookup.poll(request.request_id) if state.preemptions == request.num_preemptions else None
         if answer is None and save is not None and self._engine.loads_wait:
@@ -313,7 +311,7 @@ class SchedulerSide:
         ):
             state.load.on(Event.MISSED, Reason.NOT_WORTH_IT)
             return 0
-        if self._lookup is not None and self._lookup.is_pending(state.request.request_id):
+        if self._lookup.is_pending(state.request.request_id):
             state.load.on(Event.WAIT)
         return None
 
@@ -343,7 +341,7 @@ class SchedulerSide:
         if not self.ways.by_layers:
             return NO_LAYERS
         save, runner = state.current_save, self._policy_runner
-        counts_pending = self._lookup is not None and self._lookup.counts_pending(state.request.request_id)
+        counts_pending = self._lookup.counts_pending(state.request.request_id)
         return self.ways.not_by_layers(
             state.request,
             pending=bool(save.pending) if save is not None else counts_pending,
@@ -395,7 +393,6 @@ class SchedulerSide:
             self._policy_runner.follow(state, decision)
 
     def _allocate_load(self, state: RequestState, tables: Sequence[list[int]], external_tokens: int) -> None:
-        assert self._lookup is not None
         request, load, chunk_tokens = state.request, state.load, self._groups.chunk_tokens
         load.on(Event.ALLOCATE)
         if request.num_preemptions:
@@ -437,7 +434,6 @@ class SchedulerSide:
 
     def _available(self, state: RequestState) -> Available | None:
         """Return how many chunks of a request's load can be fetched by now; None: all of them."""
-        assert self._lookup is not None
         if (save := state.current_save) is not None:
             return Available(0, "") if save.pending else None
         available = self._lookup.available(state.request.request_id)
@@ -548,7 +544,7 @@ class SchedulerSide:
         self._outcomes.finished(request_id, self._loads.get(request_id))
         if (load := self._loads.get(request_id)) is not None and not load.in_step:
             load.abort_due = True
-        if state is None or not state.served or self._lookup is None:
+        if state is None or not state.served:
             return None
         if state.foreseen and (answer := self._lookup.poll(request_id)) is not None:
             self._count_lookup(state, answer)
@@ -568,7 +564,7 @@ class SchedulerSide:
         if self.waiting is not None:
             for request_id in output.preempted_req_ids or ():
                 self.waiting.sent_back(request_id)
-        if self._lookup is None:
+        if not self._serves:
             return metadata
         self._step_loads(output, metadata)
         if self._policy_runner is not None:
@@ -632,7 +628,7 @@ class SchedulerSide:
                 if not save.apart:
                     state.stored_chunks = max(state.stored_chunks, save.tokens // self._groups.chunk_tokens)
                 self.counts.add("saved_tokens", save.tokens)
-                if self.waiting is not None and self._lookup is not None:
+                if self.waiting is not None:
                     self.waiting.wants(held.request_id, self._lookup.chains_of(save.held))
                 yield held.request_id, stores
 
@@ -667,7 +663,7 @@ class SchedulerSide:
         if self._preemption is not None:
             self._preemption.clear()
         for request_id, state in self._requests.items():
-            if not state.served or self._lookup is None:
+            if not state.served:
                 continue
             request, load = state.request, self._loads.get(request_id)
             loading = load is not None and (not load.in_step or load.state is State.ALLOCATED)
@@ -694,7 +690,7 @@ class SchedulerSide:
         if self.waiting is not None:
             self.waiting.close()
         self._timing.close()
-        if self._lookup is not None:
+        if self._serves:
             self._lookup.close()
         for client in self._clients:
             client.close()

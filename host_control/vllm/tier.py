@@ -34,7 +34,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.interference.slowdown import Interference
-from host_control.manager import ORDERS, FetchJob, FetchResult, KVCacheManager
+from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.registered_memory import RegisteredMemory
 from host_control.step_reports import StepReports
 from host_control.vllm.epochs import WORKER_CALLS, counted_calls
@@ -145,7 +145,7 @@ class ShadowServeTier(SecondaryTierManager):  # type: ignore[misc]
                 client,
                 memory(settings.fetch_buffer_bytes, 2),
                 self._scatter,
-                order=ORDERS[settings.order],
+                order=settings.order,
                 fetch_timeout_s=settings.fetch_timeout_s,
                 purpose=pb.PURPOSE_OFFLOADING_TIER,
             )

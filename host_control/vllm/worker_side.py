@@ -14,7 +14,7 @@ from host_control.client import DataPlaneClient
 from host_control.config import HostConfig
 from host_control.delivery import Delivery, SideStream, choose
 from host_control.lookup import EXACT, SAVED
-from host_control.manager import ORDERS, KVCacheManager
+from host_control.manager import KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import Memory, RegisteredMemory
 from host_control.store import StoreQueue
@@ -217,7 +217,7 @@ class WorkerSide:
             loads.scatter,
             scatter_layers=loads.scatter_layers,
             layers=[part.wanted for layout in layouts for part in shards.parts[layout]],
-            order=ORDERS[config.order],
+            order=config.order,
             placer=self._make_placer(self._client) if key == 0 else None,
             fetch_timeout_s=config.fetch_timeout_s,
         )

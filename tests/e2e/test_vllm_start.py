@@ -116,8 +116,8 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             assert engine.outputs([tokens]) == reference([tokens])
             engine.flush()
             streams, client = [], engine.worker._client
-            start = client.start_fetch_layers
-            monkeypatch.setattr(client, "start_fetch_layers", lambda *given: streams.append(given) or start(*given))
+            start = client._stream
+            monkeypatch.setattr(client, "_stream", lambda *given, **how: streams.append(given) or start(*given, **how))
             for _ in range(2):
                 engine.forget()
                 spoil(engine)
@@ -178,7 +178,7 @@ def served(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
 
 def assert_no_activity(engine: Any, data_plane: Any) -> None:
     side = engine.connector._scheduler
-    assert not side._requests and side._lookup is None and not side._clients
+    assert not side._requests and not side._serves and not side._clients
     assert data_plane.calls == [] and data_plane.records == {}
     counted = {name for name, count in engine.counters().items() if count}
     assert counted <= {"off_requests", "prompts", "prompt_tokens/off"}, "other counters have changed"

@@ -12,8 +12,7 @@ from callers import Host, Prompt
 from machine import WAIT_MAX_S
 from outcomes import BOUND_S, Outcome, Tally
 
-from host_control.client import DataPlaneClient
-from host_control.fetch import Placed
+from host_control.client import DataPlaneClient, FetchAnswer
 from host_control.manager import FetchJob, FetchResult, KVCacheManager
 from host_control.pages import PageDelivery, SharedPages
 from host_control.registered_memory import RegisteredMemory
@@ -54,10 +53,11 @@ class _Placer(PagePlacer):
 
     straight_bytes = 0
 
-    def place(self, *arguments: Any) -> Placed:
-        placed = super().place(*arguments)
-        self.straight_bytes += placed.moved_bytes
-        return placed
+    def place(self, *arguments: Any) -> FetchAnswer | None:
+        answer = super().place(*arguments)
+        if answer is not None and answer.quiet:
+            self.straight_bytes += answer.delivered_bytes
+        return answer
 
 
 class PagedEngine:

@@ -12,8 +12,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from host_control.config import HostConfig
+from host_control.vllm import shards
+from host_control.vllm.groups import Groups
+from host_control.vllm.identity.content import ContentHashes
+from host_control.vllm.identity.namespace import model_identity
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
@@ -82,7 +87,6 @@ def engine_config(model: Path | str, **arguments: Any) -> Any:
 
 
 def spec(**options: Any) -> Any:
-    import torch
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     return FullAttentionSpec(
@@ -96,15 +100,11 @@ def kv_cache_config(*specs: Any) -> Any:
 
 
 def hashes(path: Path | None = None, **options: Any) -> Any:
-    from host_control.vllm.identity.content import ContentHashes
-
     return ContentHashes(path, LOGGER, **options)
 
 
 def model_of(config: Any, caches: Any = None, host: HostConfig | None = None) -> Any:
     """Return the identity of the model of an engine with this configuration."""
-    from host_control.vllm.identity.namespace import model_identity
-
     return model_identity(config, caches or kv_cache_config(), (host or HostConfig()).chunk_tokens, hashes())
 
 
@@ -112,11 +112,6 @@ def part_of(
     config: Any, caches: Any = None, host: HostConfig | None = None, rank: int = 0, device: str = "meta"
 ) -> Any:
     """Return the shards of a rank with the page layout of CUDA backends."""
-    import torch
-
-    from host_control.vllm import shards
-    from host_control.vllm.groups import Groups
-
     caches, host = caches or kv_cache_config(), host or HostConfig()
     (group,) = caches.kv_cache_groups
     cell = group.kv_cache_spec

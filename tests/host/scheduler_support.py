@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from machine import wait_for
 from scripted import ScriptedDataPlane
 
+from host_control.config import HostConfig
+from host_control.lookup import SAVED
+from host_control.vllm.groups import Groups
 from shadowserve.keys import Extra, prefix_chain, record_keys, tail_chunk_key
 
 BLOCK, CHUNK = 16, 64
@@ -26,9 +30,6 @@ def groups_of(*specs: Any, drafts: bool = False, chunk_tokens: int = CHUNK) -> A
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 
-    from host_control.config import HostConfig
-    from host_control.vllm.groups import Groups
-
     register_all_kvcache_specs(None)
     described = [KVCacheGroupSpec([f"layer {index}"], spec) for index, spec in enumerate(specs or (full(),))]
     return Groups(
@@ -40,7 +41,6 @@ def groups_of(*specs: Any, drafts: bool = False, chunk_tokens: int = CHUNK) -> A
 
 def attention(kind: str, **options: Any) -> Any:
     """Return vLLM's specification of the cache of an attention layer."""
-    import torch
     from vllm.v1 import kv_cache_interface
 
     given = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
@@ -60,7 +60,6 @@ def local(tokens: int, **options: Any) -> Any:
 
 
 def state(**options: Any) -> Any:
-    import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
     given = {"block_size": BLOCK, "shapes": ((4, 4),), "dtypes": (torch.float32,), "mamba_cache_mode": "align"}
@@ -92,7 +91,6 @@ def saved_namespace_of(rank: int, group: int) -> bytes:
 
 def handshake(rank: int, groups: Any, *, quantized: bool = False) -> Any:
     """Return the worker's report of a rank that holds one part of each group."""
-    from host_control.lookup import SAVED
     from host_control.vllm.metadata import WorkerHandshake
 
     names = tuple((0, group.index, namespace_of(rank, group.index)) for group in groups.groups)

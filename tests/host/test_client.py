@@ -49,23 +49,19 @@ def test_lost_probe_does_not_close_the_door_for_good() -> None:
     assert breaker.allow()
 
 
-def test_lookup_says_which_keys_of_each_chain_are_there(client: DataPlaneClient, plane: ScriptedDataPlane) -> None:
-    plane.records.update(dict.fromkeys([KEYS[0], KEYS[1], KEYS[3]], b""))
-    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[3:]), (b"c" * 32, [])]
-    found = [flags.tolist() for flags in stored(client, chains)]
-    assert found == [[True, True, False, True, False, False], [True, False, False], []]
-
-
-def test_a_lookup_says_where_each_record_is_and_how_large_they_are(
+def test_a_lookup_says_which_records_of_each_chain_are_there_where_and_how_large(
     client: DataPlaneClient, plane: ScriptedDataPlane
 ) -> None:
     plane.records.update(dict.fromkeys([*KEYS[:3], KEYS[4]], b""))
-    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[:2])]
-    assert [(each.stored_bytes, each.cold_seconds) for each in client.find(chains, WAIT_MAX_S)()] == [(0, 0.0)] * 2
+    chains = [(b"a" * 32, KEYS), (b"b" * 32, KEYS[1:4]), (b"c" * 32, [])]
+    found = client.find(chains, WAIT_MAX_S)()
+    there = [each.stored.tolist() for each in found]
+    assert there == [[True, True, True, False, True, False], [True, True, False], []]
+    assert [(each.stored_bytes, each.cold_seconds) for each in found] == [(0, 0.0)] * 3
     plane.script.record_bytes, plane.script.cold_ms = 100, 1500
     plane.script.tiers = {KEYS[0]: Tier.MEMORY, KEYS[1]: Tier.DEVICE}
     plane.script.cold.add(KEYS[4])
-    first, second = client.find(chains, WAIT_MAX_S)()
+    first, second, _ = client.find(chains, WAIT_MAX_S)()
     assert first.tiers.tolist() == [Tier.MEMORY, Tier.DEVICE, Tier.STORAGE, Tier.NONE, Tier.COLD, Tier.NONE]
     assert (first.stored_bytes, first.cold_seconds) == (400, 1.5)
     assert (second.stored_bytes, second.cold_seconds) == (200, 0.0)

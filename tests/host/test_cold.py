@@ -158,7 +158,9 @@ def test_a_load_waits_for_pending_and_cold_chunks_together(make: MakeLookup, pla
     wait_for(lambda: lookup.available("r") == Available(CHUNKS, "complete"))
 
 
-def test_a_late_lookup_still_learns_which_chunks_are_stored(make: MakeLookup, plane: ScriptedDataPlane) -> None:
+def test_a_late_lookup_is_a_miss_and_still_learns_which_chunks_are_stored(
+    make: MakeLookup, plane: ScriptedDataPlane
+) -> None:
     plane.script.stall.add("Lookup")
     lookup = make(timeout=0.2)
     answer = asked(lookup, "r", TOKENS)
@@ -166,5 +168,6 @@ def test_a_late_lookup_still_learns_which_chunks_are_stored(make: MakeLookup, pl
     assert lookup.present("r") is None
     plane.script.unstall.set()
     wait_for(lambda: lookup.present("r") is not None)
+    assert lookup.poll("r") == answer, "it stays a miss"
     (present,) = lookup.present("r") or ()
     assert np.array_equal(present, np.ones(CHUNKS, np.bool_)) and lookup.asked("r") > 0

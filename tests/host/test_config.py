@@ -20,8 +20,3 @@ from shadowserve.errors import ConfigurationError
 def test_values_that_do_not_fit_are_refused(key: str, value: object) -> None:
     with pytest.raises(ConfigurationError):
         HostConfig.from_engine({key: value})
-
-
-def test_address_of_each_rank() -> None:
-    config = HostConfig.from_engine({"data_plane": "dpu{rank}:50151"})
-    assert [config.data_plane_address(rank) for rank in (0, 3)] == ["dpu0:50151", "dpu3:50151"]

@@ -105,26 +105,6 @@ def test_each_layer_is_scattered_as_it_arrives(layered: Layered, plane: Scripted
     assert layered.kit.paged.chunks == {}, "nothing is scattered chunk by chunk"
 
 
-def test_a_data_plane_that_dies_between_two_layers_costs_the_load_and_its_memory(
-    layered: Layered, plane: ScriptedDataPlane, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gone = threading.Event()
-    plane.script.before_layer = lambda layer: layer == 0 or gone.wait(WAIT_MAX_S)
-    job = layered.begin("a")
-    plane.wait_for_call(layered.call)
-    memory = layered.registration.current
-    monkeypatch.setattr(layered.registration, "_connect_timeout", 0.2)  # no process answers
-    stopping = threading.Thread(target=plane.stop)
-    stopping.start()
-    result = layered.ended(job)
-    gone.set()
-    stopping.join()
-    assert (result.reason, result.chunks) == ("unreachable", (0,))
-    assert memory is not None and layered.registration.current is None and layered.registration.retired == 1, (
-        "the data plane may still write"
-    )
-
-
 def test_a_stream_that_ends_without_an_answer_is_none(streamed: Layered, plane: ScriptedDataPlane) -> None:
     plane.script.answers_streams = False
     result = streamed.ended(streamed.begin("a"))
@@ -187,26 +167,6 @@ def test_chunks_before_a_damaged_one_are_complete_in_each_lap(ring: Layered, lay
     assert (result.reason, result.chunks) == ("corrupt", (1,))
 
 
-@pytest.mark.parametrize("layer", [0, 2, 5])
-def test_a_cancelled_load_ends_in_each_lap(ring: Layered, plane: ScriptedDataPlane, layer: int) -> None:
-    reached, gone = threading.Event(), threading.Event()
-
-    def before(now: int) -> None:
-        if now == layer:
-            reached.set()
-            gone.wait(WAIT_MAX_S)
-
-    plane.script.before_layer = before
-    job = ring.begin("a")
-    assert reached.wait(WAIT_MAX_S)
-    ring.manager.exchange([], ["a"])
-    plane.wait_for_call("Cancel")
-    gone.set()
-    result = ring.ended(job)
-    assert (result.reason, result.chunks) == ("cancelled", (0,))
-    assert ring.registration.retired == 0, "the answer confirms that writing has ended"
-
-
 @pytest.mark.parametrize("layers", [1, 5])
 def test_buffers_that_hold_less_than_a_window_cost_calls_only(ring: Layered, layers: int) -> None:
     ring.plane.script.batch_layers = layers
@@ -222,21 +182,6 @@ def test_what_is_left_of_two_windows_comes_in_the_order_of_computing(
     plane.script.batch_layers = 1
     assert ring.ended(ring.begin("a")).complete
     assert [first for first, _ in ring.layers] == [0, 2, 1, 3, 4, 5]
-
-
-@pytest.mark.parametrize("layer", [0, 2])
-def test_a_data_plane_that_restarts_costs_the_windows_in_flight(ring: Layered, layer: int) -> None:
-    """The layers that were scattered before stay in place."""
-    restarts = [layer]
-
-    def before(now: int) -> None:
-        if now in restarts:
-            restarts.clear()
-            ring.plane.forget_registrations()
-
-    ring.plane.script.before_layer = before
-    result = ring.ended(ring.begin("a", LONG))
-    assert result.complete and ring.registration.retired == 1
 
 
 def test_a_data_plane_that_never_has_the_memory_ends_the_load(ring: Layered, monkeypatch: pytest.MonkeyPatch) -> None:

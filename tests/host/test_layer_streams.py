@@ -91,6 +91,7 @@ class Streams:
                     right = self.right[result.job.keys[0][chunk]][layer * self.each :][: self.each]
                     assert self.bytes[name, layer, chunk] == right, (name, layer, chunk)
         self.gone.set()
+        self.retired = self.kit.registration.retired
         self.kit.manager.close(WAIT_MAX_S)
         assert not self.late, "scattered after the outcome"
         return self.results
@@ -98,12 +99,13 @@ class Streams:
 
 @pytest.mark.parametrize("layer", [0, 2, 5], ids=["first lap", "middle lap", "last lap"])
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("progress", [True, False], ids=["word", "stream"])
 def test_a_fault_of_one_stream_costs_the_other_nothing(
-    make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout, fault: str, layer: int
+    make_kit: MakeKit, plane: ScriptedDataPlane, shape: ChunkLayout, fault: str, layer: int, progress: bool
 ) -> None:
-    chance = random.Random(f"{fault} {layer}")
+    chance = random.Random(f"{fault} {layer} {progress}")
     options = {"fetch_timeout_s": 0.5} if fault == "deadline" else {}
-    streams = Streams(make_kit, plane, shape, progress=chance.random() < 0.5, **options)
+    streams = Streams(make_kit, plane, shape, progress=progress, **options)
     lengths = {"bad": chance.choice([2, 3, 8]), "good": chance.choice([1, 3, 8])}  # of 8, no window holds a layer
     chunk = chance.randrange(lengths["bad"])
     streams.outcome = OUTCOMES.get(fault, pb.OUTCOME_ABSENT)
@@ -115,6 +117,7 @@ def test_a_fault_of_one_stream_costs_the_other_nothing(
             streams.gone.wait(WAIT_MAX_S)
         elif fault == "aborted":
             streams.kit.manager.exchange([], ["bad"])
+            wait_for(lambda: request.job_id in plane.cancelled)
         elif fault == "restarted":
             plane.forget_registrations()
         else:
@@ -141,6 +144,8 @@ def test_a_fault_of_one_stream_costs_the_other_nothing(
         writing.join()
     bad, good = results["bad"], results["good"]
     assert good.complete or (fault == "deadline" and good.reason == "deadline")
+    lost = fault in ("deadline", "restarted", "vanished")
+    assert streams.retired == lost, "memory is given up where the data plane may still write, or does not know it"
     if fault in OUTCOMES:
         assert (bad.reason, bad.chunks) == (fault, (chunk,))
     elif fault == "restarted":

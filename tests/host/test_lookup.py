@@ -1,7 +1,6 @@
 """Prefix lookups in the background: answers, deadlines, and a lost data plane."""
 
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,19 +87,6 @@ def test_prompt_without_a_full_chunk_is_answered_at_once(make_lookup: MakeLookup
     assert lookup.poll("r") == LookupAnswer(0, "short")
     assert lookup.chunk_keys("r") == []
     assert "Lookup" not in plane.calls
-
-
-def test_silence_becomes_a_miss_at_the_deadline_and_stays_one(
-    make_lookup: MakeLookup, plane: ScriptedDataPlane
-) -> None:
-    plane.script.stall.add("Lookup")
-    lookup = make_lookup(timeout=0.1)
-    begin = time.monotonic()
-    lookup.submit("r", range(8))
-    assert lookup.poll("r") is None or time.monotonic() - begin >= 0.1
-    answer = wait_for(lambda: lookup.poll("r"))
-    assert answer.tokens == 0 and answer.reason == "deadline"
-    assert lookup.poll("r") == answer
 
 
 def test_extra_inputs_of_a_request_separate_its_chunks(make_lookup: MakeLookup) -> None:

@@ -23,7 +23,7 @@ from answers import TOLERANCES, answer  # noqa: E402
 from cells import Cell, Reference, Served, Stack, plan, refer  # noqa: E402
 from engine import Engine  # noqa: E402
 from machine import python_path  # noqa: E402
-from published import capacity, chunk_tokens, groups, needed_bytes  # noqa: E402
+from published import chunk_tokens, groups  # noqa: E402
 from stack import Process  # noqa: E402
 from tiny_models import FAMILIES, write_model  # noqa: E402
 
@@ -62,22 +62,15 @@ class _Run:
 
     def without(self) -> Reference:
         with self.engine(None) as engine:
-            memory, config = engine.scheduler.kv_cache_config, engine.llm.llm_engine.vllm_config
+            memory = engine.scheduler.kv_cache_config
             chunk = chunk_tokens(memory)
             self.found |= {
                 "groups": groups(memory),
                 "chunk_tokens": chunk,
                 "blocks": {"without": memory.num_blocks},
-                "tokens": {"without": capacity(config, memory)},
-                "prefix caching": bool(config.cache_config.enable_prefix_caching),
             }
             prompts = plan(chunk, self.family.window, TOKENS_MAX, self.cells)
             reference = refer(engine, prompts, TOLERANCES[self.dtype])
-            if config.cache_config.enable_prefix_caching and "128 chunks" in self.cells:
-                tokens = len(prompts.alone["128 chunks"]) // chunk * chunk
-                places = {"at its end": False, "anywhere": True}
-                needed = {place: needed_bytes(memory, tokens, everywhere=all_) for place, all_ in places.items()}
-                self.found["needed"] = {"tokens": tokens, **needed}
         self.found["cells"]["sensitive"] = reference.sensitive.as_json()
         if reference.unsound:
             self.found["vLLM alone"] = reference.unsound
@@ -86,9 +79,7 @@ class _Run:
     def served(self, reference: Reference, stack: Stack) -> None:
         extra = {"chunk_tokens": reference.plan.chunk}
         with self.engine(stack.plane.address, extra=extra) as engine:
-            memory = engine.scheduler.kv_cache_config
-            self.found["blocks"]["with"] = memory.num_blocks
-            self.found["tokens"]["with"] = capacity(engine.llm.llm_engine.vllm_config, memory)
+            self.found["blocks"]["with"] = engine.scheduler.kv_cache_config.num_blocks
             self.found["off"] = engine.problem
             served = Served(engine, reference, stack)
             if "another TP size" in self.cells:
@@ -96,23 +87,8 @@ class _Run:
             for cell in self.cells:
                 if cell in ("sensitive", "another TP size"):
                     continue
-                engine.counted = engine.counters()
                 self.note(cell, served.run(cell))
-                if cell == "128 chunks":
-                    self.stored(engine, reference)
         stack.restore()  # for another TP size to find the stored records
-
-    def stored(self, engine: Engine, reference: Reference) -> None:
-        """Note what the longest prompt left in the store, and what a hit of it moved."""
-        answer(engine, reference.plan.alone["128 chunks"][:2])  # counts are taken with a step
-        counted = engine.counted_since()
-        self.found["stored"] = {
-            "tokens": len(reference.plan.alone["128 chunks"]) // reference.plan.chunk * reference.plan.chunk,
-            "raw": counted.get("stored_raw_bytes", 0),
-            "records": counted.get("stored_bytes", 0),
-            "moved": counted.get("delivered_bytes", 0),
-            "loaded": counted.get("loaded_tokens", 0),
-        }
 
     def note(self, name: str, cell: Cell) -> None:
         self.found["cells"][name] = cell.as_json()

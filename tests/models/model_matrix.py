@@ -1,4 +1,4 @@
-"""The matrix of models: runs every family, and writes a table and a JSON file."""
+"""The matrix of models: runs every family, and writes all results as JSON and a table of the families."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ from tiny_models import FAMILIES
 HERE: Final = Path(__file__).parent
 FAMILY_TIMEOUT_S: Final = 1800.0
 """Bound for one family: it starts four engines, and each takes a minute on a busy machine."""
-_SHORT: Final = {"passed": "yes", "failed": "**no**", "not possible": "–"}
+_OUTCOMES: Final = ("passed", "failed", "not possible")
 
 
 def run_families(
@@ -78,38 +78,6 @@ def failed(family: dict[str, Any]) -> bool:
     )
 
 
-_FULL: Final = """\
-# Models: full results
-
-Tiny models with random weights (`tests/models/tiny_models.py`), vLLM {vllm} on a CPU. Every answer, its tokens and
-logprobs, is compared with that of the engine without the plugin.
-
-## Families
-
-| family | like | groups: kind, layers, tokens of a block | hits | why not |
-|---|---|---|---|---|
-{families}
-
-## Cells
-
-**yes**: the outputs are those of the engine without the plugin, and a hit is as long as in vLLM's own prefix cache. The
-number is the hit's tokens. –: not possible, see below; empty: not run. *sensitive* is a control without the plugin:
-changing the first chunk, or the last chunk of a hit, must change the output by more than the rounding tolerance.
-
-{cells}
-
-{notes}
-
-## Bytes and blocks
-
-Bytes per token that a prompt of more than 128 chunks leaves in the store: as the engine holds it and as records; and
-how many of them a hit can need by each group's rule in vLLM (`reachable_block_mask`), if hits may end anywhere, and if
-they end with the prompt. Blocks and tokens are those of the engine's KV cache, without and with the plugin.
-
-| family | stored | as records | needed, anywhere | needed, at its end | moved | blocks | tokens |
-|---|---|---|---|---|---|---|---|
-{bytes}
-"""
 _SUMMARY: Final = """\
 # Models
 
@@ -141,46 +109,33 @@ Their values in vLLM's own spec classes, grouped by vLLM's rules, and how the pl
 """
 
 
-def as_text(data: dict[str, Any]) -> str:
-    ran = [family for family in data["families"] if not family.get("does not run")]
-    return _FULL.format(
-        vllm=data["vllm"],
-        families="\n".join(_family_row(family) for family in data["families"]),
-        cells="\n".join(_cell_table(ran)),
-        notes="\n".join(_notes(data["families"])),
-        bytes="\n".join(_bytes_row(family) for family in ran),
-    )
-
-
 def as_summary(data: dict[str, Any]) -> str:
     """Return docs/reference/models.md: the supported families, and how published models are stored."""
     return _SUMMARY.format(
         vllm=data["vllm"],
-        families="\n".join(_family_row(family, groups=False) for family in data["families"]),
+        families="\n".join(_family_row(family) for family in data["families"]),
         published="\n".join(published_row(model) for model in data["published"]),
     )
 
 
 def published_row(model: dict[str, Any]) -> str:
-    return (
-        f"| {model['name']} | {model['of']} | {_groups(model, sizes=True)} | {_cell(model['off'] or model['kept'])} |"
-    )
+    return f"| {model['name']} | {model['of']} | {_groups(model)} | {_cell(model['off'] or model['kept'])} |"
 
 
-def _groups(family: dict[str, Any], *, sizes: bool = False) -> str:
+def _groups(model: dict[str, Any]) -> str:
     """Return the groups; equal ones once, with their number."""
     said: dict[str, int] = {}
-    for group in family.get("groups", []):
+    for group in model["groups"]:
         window = f" {group['window']:,}" if group.get("window") else ""
         draft = ", draft" if group.get("draft") else ", scratch" if group.get("scratch") else ""
-        size = f" × {group['block_bytes']:,} B" if sizes else ""
-        text = f"{group['kind']}{window} × {group['layers']}, {group['block_tokens']}{size}{draft}"
+        size = f"{group['block_tokens']} × {group['block_bytes']:,} B"
+        text = f"{group['kind']}{window} × {group['layers']}, {size}{draft}"
         said[text] = said.get(text, 0) + 1
     return "; ".join(f"{count} of {text}" if count > 1 else text for text, count in said.items())
 
 
-def _family_row(family: dict[str, Any], *, groups: bool = True) -> str:
-    begin = f"| {family['name']} | {family['like']} | " + (f"{_groups(family)} | " if groups else "")
+def _family_row(family: dict[str, Any]) -> str:
+    begin = f"| {family['name']} | {family['like']} | "
     if family.get("does not run"):
         return f"{begin}– | {_cell('vLLM does not run it on a CPU: ' + family['does not run'])} |"
     asked = [cell for cell in family["cells"].values() if cell.get("own") is not None]
@@ -197,55 +152,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _cell_table(families: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        f"| cell | {' | '.join(family['name'] for family in families)} |",
-        "|---|" + "---|" * len(families),
-    ]
-    for name in CELLS:
-        shown = []
-        for family in families:
-            cell = family["cells"].get(name, {})  # empty: this cell was not run
-            hit = f" {cell['hit']:,}" if cell.get("hit") is not None else ""
-            shown.append(f"{_SHORT.get(cell.get('outcome', ''), '')}{hit}")
-        lines.append(f"| {name} | {' | '.join(shown)} |")
-    return lines
-
-
-def _notes(families: list[dict[str, Any]]) -> list[str]:
-    """Return why cells are not possible or failed; families with the same reason share a line."""
-    said: dict[tuple[str, str], list[str]] = {}
-    for family in families:
-        alone = family.get("vLLM alone", {})  # differences of vLLM itself are listed, too
-        reasons = {name: {"outcome": "not possible", "why": why} for name, why in alone.items()}
-        for name, cell in (reasons | {key: cell for key, cell in family["cells"].items() if cell.get("why")}).items():
-            said.setdefault((f"{name}: {cell['why']}", cell["outcome"]), []).append(family["name"])
-    lines = []
-    for (text, outcome), names in said.items():
-        bold = "**failed** " if outcome == "failed" else ""
-        lines.append(f"- {bold}{_cell(text)} ({', '.join(names)})")
-    return lines
-
-
-def _bytes_row(family: dict[str, Any]) -> str:
-    stored, needed = family.get("stored", {}), family.get("needed", {})
-
-    def a_token(count: Any, tokens: Any) -> str:
-        return f"{count / tokens:,.0f} B" if count and tokens else "–"
-
-    tokens = stored.get("tokens", 0)
-    cells = [
-        a_token(stored.get("raw"), tokens),
-        a_token(stored.get("records"), tokens),
-        a_token(needed.get("anywhere"), needed.get("tokens")),
-        a_token(needed.get("at its end"), needed.get("tokens")),
-        a_token(stored.get("moved"), stored.get("loaded")),
-        f"{family.get('blocks', {}).get('without', '–')}, {family.get('blocks', {}).get('with', '–')}",
-        f"{family.get('tokens', {}).get('without', '–')}, {family.get('tokens', {}).get('with', '–')}",
-    ]
-    return f"| {family['name']} | {' | '.join(cells)} |"
-
-
 def _write(folder: Path, summary: Path | None, data: dict[str, Any], family: dict[str, Any]) -> None:
     """Write the results with one family's new row, and the summary if the results have all families."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -254,7 +160,6 @@ def _write(folder: Path, summary: Path | None, data: dict[str, Any], family: dic
     families = {each["name"]: each for each in kept} | {family["name"]: family}
     data = {"command": "make models", **data, "families": [families[name] for name in FAMILIES if name in families]}
     path.write_text(json.dumps(data, indent=1) + "\n")
-    (folder / "models.md").write_text(as_text(data))
     if summary is not None and len(data["families"]) == len(FAMILIES):
         summary.write_text(as_summary(data))
 
@@ -293,10 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _told(family: dict[str, Any], seconds: float) -> str:
     outcomes = [cell["outcome"] for cell in family["cells"].values()]
-    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in _SHORT)
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in _OUTCOMES)
     lines = [f"{family['name']:12} {seconds:5.0f} s  {counts}"]
     lines += [f"    {key}: {family[key][:300]}" for key in ("off", "does not run", "failed") if family.get(key)]
     for name, cell in family["cells"].items():
-        if cell["outcome"] == "failed":
-            lines.append(f"    {name}: {cell['why']}")
+        if cell["outcome"] != "passed":
+            lines.append(f"    {name}: {cell['outcome']}: {cell['why']}")
     return "\n".join(lines + [family.get("log", "")]).rstrip()

@@ -12,7 +12,6 @@ import logging
 import os
 import re
 import stat
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -164,7 +163,7 @@ class ContentHashes:
         if not files:
             return {}
         sizes = [_stat(path).st_size for path in files]
-        total, began, progress = sum(sizes), time.monotonic(), _Progress()
+        total, began, progress = sum(sizes), time.monotonic(), dict.fromkeys(files, 0)
         if total >= _LOGGED_BYTES_MIN:
             self._logger.info(
                 "ShadowServe: hashing %d files of %s, %.1f GB; the hashes are %s",
@@ -180,7 +179,7 @@ class ContentHashes:
             while wait(running.values(), timeout=_PROGRESS_S).not_done:
                 self._logger.info(
                     "ShadowServe: hashed %.1f of %.1f GB in %.0f s",
-                    progress.done / 1e9,
+                    sum(progress.values()) / 1e9,
                     total / 1e9,
                     time.monotonic() - began,
                 )
@@ -196,18 +195,6 @@ class ContentHashes:
         return {path: digest for path, (_, digest) in results.items()}
 
 
-class _Progress:
-    """Number of bytes hashed by all threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.done = 0
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self.done += count
-
-
 def _stat(path: Path) -> os.stat_result:
     try:
         return path.stat()
@@ -219,8 +206,8 @@ def _signature(status: os.stat_result) -> _Signature:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
 
 
-def _digest(path: Path, progress: _Progress) -> tuple[_Signature, str]:
-    """Return the signature and digest of a file. Reading and hashing release the GIL."""
+def _digest(path: Path, progress: dict[Path, int]) -> tuple[_Signature, str]:
+    """Return the signature and digest of a file; count its hashed bytes. Reading and hashing release the GIL."""
     sha, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
     view = memoryview(buffer)
     try:
@@ -230,7 +217,7 @@ def _digest(path: Path, progress: _Progress) -> tuple[_Signature, str]:
                 raise UncacheableError(f"{path} is not a regular file")
             while count := file.readinto(buffer):
                 sha.update(view[:count])
-                progress.add(count)
+                progress[path] += count
             after = os.fstat(file.fileno())
     except OSError as error:
         raise UncacheableError(f"{path} cannot be read: {error.strerror}") from error

@@ -4,6 +4,7 @@ Images and adapters are identified by their content, hashed here, never by the n
 Hashing is slow, so it is deferred to the lookup's thread.
 """
 
+import functools
 import hashlib
 import struct
 import threading
@@ -49,7 +50,7 @@ class RequestInputs:
             raise UncacheableError("the request has an adapter, and the engine is not configured for adapters")
         if lora is not None and self._adapters is not None:
             self._adapters.register(lora)
-        return _Once(lambda: self._named(plain, lora, features))
+        return functools.cache(lambda: self._named(plain, lora, features))  # hashed once
 
     def _named(self, plain: dict[str, Any], lora: Any, features: Sequence[Any]) -> Extra:
         if lora is not None and self._adapters is not None:
@@ -82,21 +83,6 @@ class RequestInputs:
 
 def _extra(described: dict[str, Any]) -> Extra:
     return Extra(request_inputs(**canonical(described)))
-
-
-class _Once:
-    """Calls a function at most once and returns its result to every caller."""
-
-    def __init__(self, make: Callable[[], Extra]) -> None:
-        self._make = make
-        self._lock = threading.Lock()
-        self._made: Extra | None = None
-
-    def __call__(self) -> Extra:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make()
-            return self._made
 
 
 def hash_tensors(value: Any) -> str:

@@ -17,6 +17,8 @@ import pytest
 from identity_support import hashes
 from machine import NEVER_S
 
+from host_control.config import HostConfig
+from host_control.vllm.identity import content
 from host_control.vllm.identity.content import changed_since, hub_digest
 from host_control.vllm.support import UncacheableError
 
@@ -125,8 +127,6 @@ def test_an_unusable_cache_costs_one_log_line(tmp_path: Path, damage: Any, caplo
 
 
 def test_the_cache_drops_the_oldest_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm.identity import content
-
     monkeypatch.setattr(content, "_ENTRIES_MAX", 4)
     files, memory = made(tmp_path / "m", 6, 10), tmp_path / "content.json"
     for file in files:
@@ -189,8 +189,6 @@ def test_a_changed_symbolic_link_is_a_change(tmp_path: Path) -> None:
 
 def test_ranks_that_start_together_hash_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads stand for the ranks: locks of two open files exclude each other in one process, too."""
-    from host_control.vllm.identity import content
-
     files, barrier, read = made(tmp_path / "m", 4, 8 << 20), threading.Barrier(3), list[Path]()
     digest = content._digest
     monkeypatch.setattr(content, "_digest", lambda path, progress: (read.append(path), digest(path, progress))[1])
@@ -221,8 +219,6 @@ def test_a_lock_that_is_never_released_ends_in_hashing(tmp_path: Path) -> None:
 
 
 def test_long_hashing_is_logged(tmp_path: Path, caplog: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm.identity import content
-
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(content, "_LOGGED_BYTES_MIN", 1000)
     hashes(tmp_path / "content.json").digests(made(tmp_path / "m"))
@@ -230,9 +226,6 @@ def test_long_hashing_is_logged(tmp_path: Path, caplog: Any, monkeypatch: pytest
 
 
 def test_without_a_home_folder_files_are_hashed_every_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.config import HostConfig
-    from host_control.vllm.identity import content
-
     def homeless(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -243,9 +236,6 @@ def test_without_a_home_folder_files_are_hashed_every_time(tmp_path: Path, monke
 
 
 def test_the_path_of_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.config import HostConfig
-    from host_control.vllm.identity import content
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     files = made(tmp_path / "m")
     for configured, place in (

@@ -1,15 +1,20 @@
 """Extra inputs of requests in the key, with vLLM's own requests, adapters and multimodal inputs."""
 
+import copy
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from identity_support import hashes, tick
 
+from host_control.vllm.identity import adapters, content, requests
+from host_control.vllm.identity.adapters import Adapters
+from host_control.vllm.identity.requests import RequestInputs, hash_tensors
 from host_control.vllm.support import UncacheableError
 from shadowserve.keys import Extra, prefix_chain
 
@@ -21,7 +26,6 @@ def request(**attributes: Any) -> Any:
 
 
 def lora_config(**options: Any) -> Any:
-    import torch
     from vllm.config import LoRAConfig
 
     return LoRAConfig(**{"lora_dtype": torch.bfloat16, **options})
@@ -29,9 +33,6 @@ def lora_config(**options: Any) -> Any:
 
 def engine(adapters: bool = True, **options: Any) -> Any:
     """Return the request inputs of an engine that has just started."""
-    from host_control.vllm.identity.adapters import Adapters
-    from host_control.vllm.identity.requests import RequestInputs
-
     tick()
     known = RequestInputs(Adapters(lora_config(**options), hashes()) if adapters else None)
     tick()
@@ -154,8 +155,6 @@ def test_an_unreadable_adapter_is_uncacheable(tmp_path: Path, path: str) -> None
 
 
 def test_an_adapter_is_hashed_once_for_many_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm.identity import adapters, content
-
     read: list[Path] = []
     digest = content._digest
     monkeypatch.setattr(content, "_digest", lambda path, progress: (read.append(path), digest(path, progress))[1])
@@ -170,7 +169,6 @@ def test_an_adapter_is_hashed_once_for_many_requests(tmp_path: Path, monkeypatch
 
 
 def feature(content: Any, identifier: str = "i", offset: int = 0, length: int = 4, **options: Any) -> Any:
-    import torch
     from vllm.multimodal.inputs import (
         MultiModalBatchedField,
         MultiModalFeatureSpec,
@@ -209,7 +207,6 @@ def test_an_image_is_identified_by_content() -> None:
 @pytest.mark.parametrize("word", ["0-image-0", "cat"])
 def test_images_with_the_same_identifier_differ_by_content(word: str) -> None:
     # The first is the renderer's identifier of every engine's first image if no hash is needed.
-    import numpy as np
     from PIL import Image
     from vllm.multimodal.parse import MultiModalDataParser, parse_mm_uuids
     from vllm.multimodal.processing.inputs import ProcessorInputs
@@ -226,8 +223,6 @@ def test_images_with_the_same_identifier_differ_by_content(word: str) -> None:
 
 
 def test_processor_options_change_the_processed_content() -> None:
-    import torch
-
     small = {"pixel_values": torch.zeros(3, 4, 4), "image_grid_thw": torch.tensor([1, 2, 2])}
     large = {"pixel_values": torch.zeros(3, 4, 4), "image_grid_thw": torch.tensor([1, 4, 1])}
     found = [images(feature(small)), images(feature(large)), images(feature({**small, "extra": [1, 2.0, None, "a"]}))]
@@ -235,8 +230,6 @@ def test_processor_options_change_the_processed_content() -> None:
 
 
 def test_position_length_modality_and_mask_of_an_image_change_the_key() -> None:
-    import torch
-
     found = [
         images(feature([1.0])),
         images(feature([1.0], offset=1)),
@@ -250,27 +243,22 @@ def test_position_length_modality_and_mask_of_an_image_change_the_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("one", "other"),
     [
-        lambda torch: (torch.zeros(2, 3), torch.zeros(3, 2)),
-        lambda torch: (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
-        lambda torch: (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)),
-        lambda torch: ([torch.zeros(2), torch.zeros(2)], [torch.zeros(4)]),
-        lambda torch: (torch.arange(6).reshape(2, 3).t(), torch.arange(6).reshape(3, 2)),
-        lambda torch: (torch.tensor(0), torch.tensor([0])),
-        lambda torch: ([b"a", b"b"], [b"ab"]),
-        lambda torch: ({"a": 1, "b": 2}, {"a": 1}),
-        lambda torch: (1, True),
+        (torch.zeros(2, 3), torch.zeros(3, 2)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.float16)),
+        ([torch.zeros(2), torch.zeros(2)], [torch.zeros(4)]),
+        (torch.arange(6).reshape(2, 3).t(), torch.arange(6).reshape(3, 2)),
+        (torch.tensor(0), torch.tensor([0])),
+        ([b"a", b"b"], [b"ab"]),
+        ({"a": 1, "b": 2}, {"a": 1}),
+        (1, True),
     ],
 )
-def test_different_tensors_have_different_hashes(make: Callable[[Any], tuple[Any, Any]]) -> None:
-    import torch
-
-    from host_control.vllm.identity.requests import hash_tensors
-
-    one, other = make(torch)
+def test_different_tensors_have_different_hashes(one: Any, other: Any) -> None:
     assert hash_tensors({"x": one}) != hash_tensors({"x": other})
-    assert hash_tensors({"x": one}) == hash_tensors({"x": make(torch)[0]})
+    assert hash_tensors({"x": one}) == hash_tensors({"x": copy.deepcopy(one)})
 
 
 @pytest.mark.parametrize("content", [None, {"address": 5, "monotonic_id": 1}, {"x": object()}])
@@ -280,10 +268,6 @@ def test_an_image_without_tensors_here_is_uncacheable(content: Any) -> None:
 
 
 def test_tensors_on_another_device_are_uncacheable() -> None:
-    import torch
-
-    from host_control.vllm.identity.requests import hash_tensors
-
     with pytest.raises(UncacheableError, match="meta"):
         hash_tensors({"x": torch.zeros(2, device="meta")})
 
@@ -292,9 +276,9 @@ def test_an_identifier_used_for_other_content_is_uncacheable() -> None:
     # vLLM may use its cached encoder output of the identifier.
     inputs = engine()
     assert extra(inputs, mm_features=[feature([1.0], "cat")])
-    for content in ([2.0], [1.0], [2.0]):
+    for values in ([2.0], [1.0], [2.0]):
         with pytest.raises(UncacheableError, match="used for other content"):
-            extra(inputs, mm_features=[feature(content, "cat")])
+            extra(inputs, mm_features=[feature(values, "cat")])
     assert extra(inputs, mm_features=[feature([2.0], "dog")])
 
 
@@ -326,8 +310,6 @@ def test_prompts_share_only_the_text_before_an_image(tmp_path: Path) -> None:
 
 
 def test_a_request_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm.identity import requests
-
     hashed: list[int] = []
     real = requests.hash_tensors
     monkeypatch.setattr(requests, "hash_tensors", lambda value: (hashed.append(1), real(value))[1])

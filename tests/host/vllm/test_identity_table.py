@@ -12,6 +12,9 @@ import torch
 from identity_support import ASSET, digest, engine_config, kv_cache_config, model_folder, model_of, part_of, rope, spec
 
 from host_control.config import HostConfig
+from host_control.vllm.identity.namespace import positions
+from host_control.vllm.identity.table import ENVIRONMENT, TABLE, Effect
+from host_control.vllm.support import UncacheableError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
@@ -45,8 +48,6 @@ def another(value: Any) -> Any:
 
 
 def effect_of(place: str, name: str) -> Any:
-    from host_control.vllm.identity.table import TABLE
-
     rows = [row for row in TABLE if row.place == place]
     return next((row.effect for row in rows if name in row.named()), None) or next(
         (row.effect for row in rows if row.names == "*"), None
@@ -58,8 +59,6 @@ OBJECTS = {"hf_config", "hf_text_config", "multimodal_config"}
 
 
 def test_the_table_lists_every_field_of_vllm(base: Any) -> None:
-    from host_control.vllm.identity.table import TABLE
-
     assert [(place, name) for place, name, _ in fields_of(base) if effect_of(place, name) is None] == []
     places = {field.name for field in dataclasses.fields(base)}
     assert places - {row.place for row in TABLE} == set()
@@ -71,8 +70,6 @@ def test_the_table_lists_every_field_of_vllm(base: Any) -> None:
 
 
 def test_each_field_has_the_effect_in_the_table(base: Any) -> None:
-    from host_control.vllm.identity.table import Effect
-
     before, wrong, seen = digest(base), [], 0
     for place, name, value in fields_of(base):
         effect = effect_of(place, name)
@@ -237,8 +234,6 @@ def test_context_lengths_on_one_side_of_longropes_limit_share(tmp_path: Path) ->
 
 
 def test_the_context_length_counts_for_unknown_rotary_types() -> None:
-    from host_control.vllm.identity.namespace import positions
-
     nested = {
         "text": {"rope_parameters": {"full_attention": {"rope_type": "new"}, "sliding": {"rope_type": "default"}}}
     }
@@ -246,8 +241,6 @@ def test_the_context_length_counts_for_unknown_rotary_types() -> None:
 
 
 def test_transformers_dynamic_rotation_is_uncacheable(tmp_path: Path) -> None:
-    from host_control.vllm.support import UncacheableError
-
     folder = model_folder(tmp_path / "m", max_position_embeddings=4096, **rope("dynamic"))
     with pytest.raises(UncacheableError, match="longest request in a batch"):
         model_of(engine_config(folder, model_impl="transformers"))
@@ -321,8 +314,6 @@ def test_environment_that_rounds_activations_is_in_the_key(
 
 def test_environment_of_the_table_is_vllm_s(base: Any) -> None:
     import vllm.envs
-
-    from host_control.vllm.identity.table import ENVIRONMENT
 
     assert [name for name in ENVIRONMENT if name not in vllm.envs.environment_variables] == []
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from identity_support import ASSET, digest, engine_config, model_folder, model_of, tensors, tick
 
+from host_control.vllm.identity.weights import model_class
 from host_control.vllm.support import UncacheableError
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -95,8 +96,6 @@ def test_weights_with_unknown_content_are_uncacheable(change: dict[str, Any], wh
 
 def test_weights_of_other_models_are_uncacheable() -> None:
     from vllm.model_executor.model_loader import utils
-
-    from host_control.vllm.identity.weights import model_class
 
     class Chosen:
         def __init__(self) -> None:

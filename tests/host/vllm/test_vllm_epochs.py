@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import pytest
 from scheduler_support import Pool
 
+from host_control.vllm import epochs as module
+from host_control.vllm.epochs import WORKER_CALLS, Epochs, counted_calls
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 LOGGER = logging.getLogger(__name__)
 
@@ -27,8 +30,6 @@ class Core:
 
 
 def test_each_call_to_an_engine_core_is_counted_once() -> None:
-    from host_control.vllm.epochs import WORKER_CALLS, counted_calls
-
     calls, to_workers = counted_calls(core=Core), counted_calls(WORKER_CALLS, Core)
     assert calls is not None and to_workers is not None, "two engines in one process"
     core, before, before_to_workers = Core(), calls(), to_workers()
@@ -41,8 +42,6 @@ def test_each_call_to_an_engine_core_is_counted_once() -> None:
 
 def test_methods_that_are_counted_are_vllms() -> None:
     from vllm.v1.engine.core import EngineCore
-
-    from host_control.vllm.epochs import counted_calls
 
     methods = {name: getattr(EngineCore, name) for name in ("collective_rpc", "reset_prefix_cache", "wake_up")}
     try:
@@ -57,8 +56,6 @@ def test_methods_that_are_counted_are_vllms() -> None:
 def test_weights_are_in_doubt_or_count_as_changed_where_they_cannot_be_seen(
     happens: str, blind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from host_control.vllm import epochs as module
-
     calls, pool, epochs = [0], Pool(cached=3), module.Epochs()
     epochs.bind(pool)
     epochs.watch(lambda: calls[0], blind=blind)
@@ -74,8 +71,6 @@ def test_weights_are_in_doubt_or_count_as_changed_where_they_cannot_be_seen(
 
 def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is computed in one step, after a pause, has no further step in which the ranks could agree."""
-    from host_control.vllm import epochs as module
-
     epochs, calls, now = module.Epochs(), [0], [time.monotonic()]
     epochs.ranks = 2
     epochs.watch(lambda: calls[0], blind=False)
@@ -95,8 +90,6 @@ def test_ranks_need_not_agree_after_a_mere_pause(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(("cached", "used", "old"), [(3, 0, True), (0, 2, True), (0, 0, False)])
 def test_own_cache_is_old_until_it_is_emptied(cached: int, used: int, old: bool) -> None:
     """Requests that run on may fill an empty cache."""
-    from host_control.vllm.epochs import Epochs
-
     epochs, pool = Epochs(), Pool(cached, used)
     epochs.bind(pool)
     assert not epochs.own_cache_is_old
@@ -107,8 +100,6 @@ def test_own_cache_is_old_until_it_is_emptied(cached: int, used: int, old: bool)
 
 
 def test_engine_whose_blocks_are_not_known_is_not_trusted() -> None:
-    from host_control.vllm.epochs import Epochs
-
     epochs = Epochs()
     epochs.bind(SimpleNamespace(num_gpu_blocks=1, get_num_free_blocks=lambda: 0))
     epochs.begin()

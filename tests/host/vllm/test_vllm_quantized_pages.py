@@ -1,6 +1,7 @@
 """Layouts of chunks: pages of quantized caches are stored as bytes, each format in its own namespace."""
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from identity_support import ASSET, engine_config, kv_cache_config, layout_of, m
 from identity_support import spec as full
 
 from host_control.config import HostConfig
+from host_control.vllm.support import UncacheableError, uncacheable
 from shadowserve.chunk import DType, Quantizer
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -54,8 +56,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def problem(config: Any, spec: Any) -> str:
-    from host_control.vllm.support import uncacheable
-
     groups = [SimpleNamespace(layer_names=["a", "b", "c"], kv_cache_spec=spec)]
     return uncacheable(config, SimpleNamespace(kv_cache_groups=groups)) or ""
 
@@ -95,8 +95,6 @@ def test_pages_that_cannot_be_divided_by_heads_are_not_shared(
     config: Any, monkeypatch: pytest.MonkeyPatch, dtype: str, backend: str
 ) -> None:
     """Pages of K of all heads, then V of all heads: with two heads, the number of slots equals the number of heads."""
-    from dataclasses import replace
-
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
     for heads in (8, 2):
         spec = replace(page(dtype, backend), num_kv_heads=heads)
@@ -109,8 +107,6 @@ def test_opaque_pages_include_vllms_release_and_are_refused_on_cpus(
 ) -> None:
     """The backend of a release orders such pages; on a CPU, the instruction set does."""
     import vllm
-
-    from host_control.vllm.support import UncacheableError
 
     monkeypatch.setattr(config.cache_config, "cache_dtype", dtype)
     caches = kv_cache_config(page(dtype, dict(INLINE)[dtype]))
@@ -159,8 +155,6 @@ def test_amd_has_another_e4m3_that_is_not_binned(monkeypatch: pytest.MonkeyPatch
 
 
 def test_chunks_that_records_cannot_hold_have_a_reason() -> None:
-    from host_control.vllm.support import UncacheableError
-
     with pytest.raises(UncacheableError, match="cannot hold its chunks: .*2 MiB"):
         layout_of(engine_config(ASSET), kv_cache_config(full(head_size=1 << 20)))
 

@@ -32,7 +32,9 @@ from scheduler_support import (
 from scripted import ScriptedDataPlane
 
 from host_control.config import HostConfig
+from host_control.interference.table import LayerWait
 from host_control.layouts import NOWHERE
+from host_control.vllm.shards import Rank
 from shadowserve.tier import Tier
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -277,7 +279,6 @@ def test_a_step_is_idle_only_while_every_request_waits_for_its_load(scene: Scene
 
 def worker_of(groups: Any, **config: Any) -> Any:
     """Return the worker half without a data plane: each load ends immediately, without any chunk."""
-    from host_control.vllm.shards import Rank
     from host_control.vllm.worker_side import WorkerSide
 
     how: dict[str, Any] = {"fetch": True, "store": True, "problem": "", "logger": logging.getLogger("test")}
@@ -368,8 +369,6 @@ def test_each_load_that_layer_order_leaves_out_is_counted_with_its_reason(make_s
 def test_auto_streams_loads_that_are_predicted_to_be_faster_and_tells_why_others_are_whole(
     make_scene: Callable[..., Scene], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from host_control.interference.table import LayerWait
-
     caplog.set_level(logging.DEBUG, "test")
     scene = make_scene(layer_order="auto")
     scene.plane.script.record_bytes = 1000

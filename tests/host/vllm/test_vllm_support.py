@@ -7,6 +7,8 @@ import pytest
 import torch
 from scheduler_support import full, local, state, window
 
+from host_control.vllm.support import uncacheable
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 
@@ -25,8 +27,6 @@ def differing() -> Any:
 
 def problem(*specs: Any, **changed: Any) -> str:
     """Return the reason for an engine with one group per spec; ``changed``: part__name -> value."""
-    from host_control.vllm.support import uncacheable
-
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             runner_type="generate", is_encoder_decoder=False, is_prefix_caching_supported=True

@@ -8,6 +8,10 @@ import pytest
 import torch
 from machine import NEVER_S
 
+from host_control.vllm import loaded_weights
+from host_control.vllm.loaded_weights import LoadedWeights
+from host_control.vllm.weights_watch import WeightsWatch
+
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32]
@@ -109,9 +113,6 @@ SEEN_IN_SAMPLES = [flip_signs, change_exponents, batch_to_fewer_bits, change_a_s
 
 
 def watch_of(layers: Any, **options: Any) -> Any:
-    from host_control.vllm.loaded_weights import LoadedWeights
-    from host_control.vllm.weights_watch import WeightsWatch
-
     watch = WeightsWatch(LoadedWeights(layers), **options)
     assert watch.known(NEVER_S) and watch.outlived == set()
     return watch
@@ -205,9 +206,6 @@ class Experts(Layer):
 
 
 def test_experts_that_vllm_moves_are_ignored() -> None:
-    from host_control.vllm.loaded_weights import LoadedWeights
-    from host_control.vllm.weights_watch import WeightsWatch
-
     layers = torch.nn.Sequential(Layer(torch.bfloat16), Experts(torch.bfloat16))
     watch = WeightsWatch(LoadedWeights(layers, experts=False))
     flip_signs([layers[1]])
@@ -219,8 +217,6 @@ def test_experts_that_vllm_moves_are_ignored() -> None:
 
 
 def test_a_draft_model_counts_and_other_engines_do_not() -> None:
-    from host_control.vllm.loaded_weights import LoadedWeights
-
     target, draft, other = model(), model(), model()
     weights = LoadedWeights.of_engine([target[0], draft[1]])
     digests = []
@@ -234,8 +230,6 @@ def test_a_draft_model_counts_and_other_engines_do_not() -> None:
 
 
 def test_weights_are_in_doubt_while_a_digest_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm import loaded_weights
-
     layers = model()
     watch = watch_of(layers)
     go, crc32 = threading.Event(), loaded_weights.native.crc32
@@ -255,8 +249,6 @@ def test_weights_are_in_doubt_while_a_digest_runs(monkeypatch: pytest.MonkeyPatc
 
 
 def test_unreadable_memory_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from host_control.vllm import loaded_weights
-
     watch = watch_of(model())
 
     def fails(*_: Any) -> int:
@@ -305,8 +297,6 @@ def test_a_rank_with_changed_weights_does_not_agree() -> None:
 
 
 def test_without_access_to_weights_only_the_scheduler_counts() -> None:
-    from host_control.vllm.weights_watch import WeightsWatch
-
     watch = WeightsWatch(None)
     assert watch.known() and watch.check("", watch.sample())
     watch.follow("next", doubts=3)
