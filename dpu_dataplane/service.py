@@ -110,8 +110,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._catalog, self._tracer, self._buffers = fetcher.catalog, fetcher.tracer, fetcher.buffers
         self._budget = fetcher.resources.budget
         self._metrics = metrics = fetcher.resources.metrics
-        devices = config.tiers is not None and bool(config.tiers.devices)
-        self._page_loader = fetcher.source.page_loader if devices and "shared_memory" in registrations.kinds else None
+        self._page_loader = fetcher.source.page_loader if "shared_memory" in registrations.kinds else None
         self._validate = Validator()
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()

@@ -5,7 +5,7 @@ then brings the bodies of that batch to the pipeline, and it accepts new records
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
@@ -26,6 +26,12 @@ from shadowserve.pieces import Flags
 from shadowserve.proto import dataplane_pb2 as pb
 
 QUESTION_KEYS_MAX: Final = 8192  # most keys in one request to a source: 16 ranks' chains of 128K tokens
+
+
+def questions(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield the keys of each request to a source."""
+    for first in range(0, len(keys), QUESTION_KEYS_MAX):
+        yield keys[first : first + QUESTION_KEYS_MAX]
 
 
 @dataclass(frozen=True)
