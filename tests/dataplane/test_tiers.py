@@ -430,8 +430,9 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
     request = pb.LookupRequest(chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace)], timeout_ms=NEVER_MS)
     survived = 0
     for kill in itertools.count(1):  # at later and later moments, until a record has survived
-        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
-        try:
+        with contextlib.closing(
+            DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
+        ) as process:
             async with client_of(process) as client:
                 await client.register(SHAPE, 24)
                 survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
@@ -441,8 +442,6 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
                 await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
                 process.process.send_signal(signal.SIGKILL)
                 await asyncio.gather(fetching, return_exceptions=True)
-        finally:
-            process.close()
     async with serving(SHAPE, 24, "", tiers=tiers_of(tmp_path)) as (_, client):
         present = [index for index, there in enumerate((await client.lookup(keys)).present[0]) if there]
         assert len(present) == survived

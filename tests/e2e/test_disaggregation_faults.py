@@ -4,6 +4,7 @@ With real storage nodes and data planes, and the engines' lookups, stores and lo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -131,9 +132,8 @@ class Sides:
 
 @pytest.fixture
 def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
-    sides = Sides(loads_wait=getattr(request, "param", True))
-    yield sides
-    sides.close()
+    with closing(Sides(loads_wait=getattr(request, "param", True))) as sides:
+        yield sides
 
 
 @pytest.mark.parametrize("sides", [False], indirect=True)

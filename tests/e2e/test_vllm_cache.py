@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import grpc
@@ -19,12 +20,9 @@ LENGTHS = (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)
 @pytest.fixture(scope="module")
 def cold_outputs(plane: Any, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
     """Return the outputs of a first engine, which fills the store and is closed."""
-    engine = make_engine(plane.address)
-    try:
+    with closing(make_engine(plane.address)) as engine:
         outputs = [engine.outputs([prompt(length)])[0] for length in LENGTHS]
         engine.flush()
-    finally:
-        engine.close()
     return outputs
 
 

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -218,9 +219,8 @@ def pools(
     reference: Any,  # its engine must have ended
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pools]:
-    pools = Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)
-    yield pools
-    pools.close()
+    with closing(Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)) as pools:
+        yield pools
 
 
 def test_the_decode_engine_loads_whole_blocks_of_the_prompt(

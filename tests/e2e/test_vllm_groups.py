@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -23,14 +24,10 @@ def test_all_groups_are_stored_and_loaded(
 ) -> None:
     options = {"model": family(name), "max_num_batched_tokens": 512, **options}
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    engine = make_engine(None, **options)
-    try:
+    with closing(make_engine(None, **options)) as engine:
         expected, blocks = engine.outputs(prompts), engine.scheduler.kv_cache_config.num_blocks
         engine.assert_sensitive(prompts, expected)
-    finally:
-        engine.close()
-    engine = make_engine(data_plane.address, **options)
-    try:
+    with closing(make_engine(data_plane.address, **options)) as engine:
         assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin uses blocks"
         assert engine.outputs(prompts) == expected
         engine.flush()
@@ -50,8 +47,6 @@ def test_all_groups_are_stored_and_loaded(
             assert engine.counters()[f"load_failures/{reason}"] == 1
         take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
         hand_over(engine, data_plane, prompts[0], states=name == "qwen3_next")
-    finally:
-        engine.close()
     assert data_plane.registrations == 0
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import patched_vllm
 import pytest
-from kit import assert_all_free, assert_close, greedy, spoil
+from kit import SEEDED, assert_all_free, assert_close, greedy, spoil
 from machine import WAIT_MAX_S, wait_for
 
 from host_control.fetch_policy import Decision
@@ -107,11 +107,11 @@ def test_a_failed_load_never_reaches_a_token_or_a_record(
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_a_seeded_request_with_a_short_load_samples_the_same_tokens(
-    engine: Any, plane: Any, seeded: Any, seeded_reference: Any, prompt: Any, good: int
+    engine: Any, plane: Any, seeded_reference: Any, prompt: Any, good: int
 ) -> None:
     """Symptom: other tokens. vLLM rolls the step back, but not its random generator."""
     plane.script.fail_fetch_at = good
-    (output,) = engine.generate([prompt(1000)], **seeded)
+    (output,) = engine.generate([prompt(1000)], **SEEDED)
     assert list(output.outputs[0].token_ids) == seeded_reference(prompt(1000))
     counted = engine.counted_since()
     assert counted["load_failures/corrupt"] == 1 and counted["slower_paths/seed"] == 1

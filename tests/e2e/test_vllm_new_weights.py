@@ -7,7 +7,7 @@ are packed. test_vllm_weights has each kind of change and dtype without an engin
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +60,12 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
     """Return the outputs of engines without a cache, for both weights, and for the old ones with flipped signs."""
     known = {}
     for name, folder in weights.items():
-        engine = make_engine(None, model=folder, enable_prefix_caching=False)
-        try:
+        with closing(make_engine(None, model=folder, enable_prefix_caching=False)) as engine:
             for changed in (name, "flipped") if name == "old" else (name,):
                 if changed == "flipped":
                     engine.llm.apply_model(flip_signs)
                 for arguments in (STORED, FRESH):
                     (known[changed, arguments],) = engine.outputs([prompt(*arguments)])
-        finally:
-            engine.close()
     for arguments in (STORED, FRESH):
         outputs = [known[name, arguments] for name in ("old", "new", "flipped")]
         assert all(outputs.count(each) == 1 for each in outputs), "these weights give the same outputs"
@@ -79,9 +76,8 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
 def shared_engine(
     plane: Any, weights: dict[str, Path], expected: Any, make_engine: Callable[..., Any]
 ) -> Iterator[Any]:
-    engine = make_engine(plane.address, model=weights["old"], max_num_seqs=2)
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address, model=weights["old"], max_num_seqs=2)) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -25,8 +25,7 @@ def test_two_ranks_store_load_and_recompute(
 ) -> None:
     prompts = [prompt(length) for length in (300, 512, 700)]
     expected = reference(prompts)
-    engine = make_engine(data_plane.address, tensor_parallel_size=2)
-    try:
+    with closing(make_engine(data_plane.address, tensor_parallel_size=2)) as engine:
         assert engine.outputs(prompts) == expected
         wait_for(lambda: len(data_plane.records) == 2 * 2)  # the prompts share their first two chunks
         engine.forget()
@@ -42,8 +41,6 @@ def test_two_ranks_store_load_and_recompute(
         data_plane.fetches.clear()
         serve(engine, 700)
         assert len(data_plane.fetches) == 2
-    finally:
-        engine.close()
     wait_for(lambda: data_plane.registrations == 0)
 
 
@@ -60,8 +57,7 @@ def test_each_rank_has_a_data_plane_of_its_own(
 
     with start_storage(tmp_path) as storage, data_plane(0, storage) as first:
         with data_plane(1, storage) as second:
-            engine = make_engine(f"unix:{tmp_path}/dpu{{rank}}.sock", tensor_parallel_size=2)
-            try:
+            with closing(make_engine(f"unix:{tmp_path}/dpu{{rank}}.sock", tensor_parallel_size=2)) as engine:
                 assert engine.outputs(prompts) == expected
                 for plane in (first, second):
                     wait_for(lambda address=plane.address: statistics(address).store_outcomes.get("complete", 0) >= 1)
@@ -82,14 +78,9 @@ def test_each_rank_has_a_data_plane_of_its_own(
                         return cached(engine, prompts, expected) == [512]
 
                     wait_for(found_again)
-            finally:
-                engine.close()
-        engine = make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})
-        try:
+        with closing(make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})) as engine:
             assert cached(engine, prompts, expected) == [512], "one rank loads the records of both, layer by layer"
             assert engine.counters()["layerwise_loads"] == 1
-        finally:
-            engine.close()
 
 
 def statistics(address: str) -> Any:

@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,9 +43,8 @@ def storage(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def plane(storage: Server, tmp_path: Path) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(storage, tmp_path, **BUFFERS)
-    yield daemon
-    daemon.close()
+    with closing(DaemonProcess(storage, tmp_path, **BUFFERS)) as daemon:
+        yield daemon
 
 
 @pytest.fixture(scope="session")
@@ -287,16 +287,13 @@ def test_a_restarted_data_plane_is_used_again(make: Callable[..., Any], storage:
     daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
     engine = filled(make, address=address)
     daemon.close()
-    daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
-    try:
+    with closing(DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)) as daemon:
         engine.forget()
         assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256
         engine.serve(prompt(300, seed=5))
         engine.settle()
         engine.forget()
         assert engine.serve(prompt(300, seed=5)) in (0, 256)
-    finally:
-        daemon.close()
 
 
 @pytest.mark.parametrize("how", ["a reset", "a call to the workers"])
@@ -458,8 +455,7 @@ def test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget(
     assert make(interference_budget=0).tier._reports is None
     port = free_port()
     (tmp_path / "other").mkdir()
-    daemon = DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)
-    try:
+    with closing(DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)) as daemon:
         engine = make(address=daemon.address)
         engine.serve(prompt(300))
         engine.forget()
@@ -475,5 +471,3 @@ def test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget(
         wait_for(decodes)
         assert 16 << 20 <= metric(port, "shadowserve_interference_rate_bytes_per_s") < 1e9
         wait_for(lambda: metric(port, "shadowserve_decoding_engines") == 0)
-    finally:
-        daemon.close()

@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,24 +18,20 @@ LENGTHS = (240, 256, 300, 512, 700, 1000)
 
 @pytest.fixture(scope="module")
 def first_outputs(daemon: Process, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
-    engine = make_engine(daemon.address)
-    try:
+    with closing(make_engine(daemon.address)) as engine:
         outputs = []
         for length in LENGTHS:
             outputs += engine.outputs([prompt(length)])
             engine.flush()  # otherwise the next prompt, with the same prefix, may store the same chunks
         engine.outputs([prompt(2)])  # vLLM collects counters in a step
         assert engine.counters()["stored_chunks"] == 1000 // 256
-    finally:
-        engine.close()
     return outputs
 
 
 @pytest.fixture(scope="module")
 def shared_engine(daemon: Process, make_engine: Callable[..., Any], first_outputs: Any) -> Iterator[Any]:
-    engine = make_engine(daemon.address)
-    yield engine
-    engine.close()
+    with closing(make_engine(daemon.address)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -162,14 +159,11 @@ def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> N
 def test_an_absent_data_plane_is_not_an_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:
     """It closes the engine of the tests above, because a process can only have one."""
     engine.close()
-    alone = make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})
-    try:
+    engine.close = lambda: None
+    with closing(make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})) as alone:
         prompts = [prompt(512), prompt(700)]
         assert alone.outputs(prompts) == reference(prompts)
         assert any(name.startswith("dropped_stores") for name in alone.counters())
-    finally:
-        alone.close()
-        engine.close = lambda: None
 
 
 def test_nothing_is_left_in_shared_memory() -> None:
