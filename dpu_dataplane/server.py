@@ -61,11 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Daemon:
-    """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
-
-    Attributes:
-        unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
-    """
+    """The data plane, within one event loop: ``async with Daemon(config) as daemon``."""
 
     device_lost: asyncio.Event  # set once the accelerator was given up: the process has to end
 
@@ -78,7 +74,9 @@ class Daemon:
         self._source: Source
         self._draining = False
         self._pipeline: native.Pipeline
-        self.unclean = False
+        self.unclean = (
+            False  # after the stop, jobs or the accelerator may access memory: the process has to end at once
+        )
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:

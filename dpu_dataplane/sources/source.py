@@ -47,14 +47,9 @@ class Failure:
 
 @dataclass
 class Delivered:
-    """Result of a plan.
+    """Result of a plan. A piece was SKIPPED if it was not tried, or another piece of its group has failed before it."""
 
-    Attributes:
-        results: For each piece: OK if it is in place; SKIPPED if it was not tried, or became useless because
-            another piece of its group has failed; otherwise why it failed.
-    """
-
-    results: npt.NDArray[np.uint32]
+    results: npt.NDArray[np.uint32]  # of each piece: OK if it is in place, SKIPPED, or why it failed
     failures: dict[int, Failure] = field(default_factory=dict)  # failed pieces, by id
     received_bytes: int = 0  # bytes read
     tier_bytes: int = 0  # of these, from local tiers

@@ -19,31 +19,20 @@ _LIMITS = Limits(bulk_bytes_max=1 << 26, total_bytes_max=1 << 27, large_bulk_byt
 
 
 class ScriptedNode:
-    """A node that knows the commands of a data plane, except for KV.LAYERS and publications.
-
-    Attributes:
-        load: The answer to KV.LOAD; None for a node that does not know it.
-        lifetimes: Milliseconds to the expiry of records that have one, by name.
-        asked: Number of commands by name.
-        refused: Commands that get an error.
-        held: Commands that get no answer until :meth:`free`.
-        cuts_at: Number of range requests after which it closes all connections; None for never.
-        lie: Function of the words of a command; its result, unless None, is the answer.
-        part_bytes: Bytes of the answer to a range request after which it closes; None for all.
-    """
+    """A node that knows the commands of a data plane, except for KV.LAYERS and publications."""
 
     def __init__(self) -> None:
         self.address = ""
         self.records: dict[bytes, bytes] = {}
-        self.lifetimes: dict[bytes, int] = {}
-        self.load: int | None = 0
-        self.asked: Counter[str] = Counter()
-        self.refused: Sequence[str] = ()
-        self.held: Sequence[str] = ()
+        self.lifetimes: dict[bytes, int] = {}  # milliseconds to the expiry of records that have one, by name
+        self.load: int | None = 0  # the answer to KV.LOAD; None for a node that does not know it
+        self.asked: Counter[str] = Counter()  # number of commands by name
+        self.refused: Sequence[str] = ()  # commands that get an error
+        self.held: Sequence[str] = ()  # commands that get no answer until :meth:`free`
         self.waiting = 0  # commands of ``held`` without an answer
-        self.cuts_at: int | None = None
-        self.lie: Callable[[list[bytes]], bytes | None] = lambda words: None
-        self.part_bytes: int | None = None
+        self.cuts_at: int | None = None  # number of range requests after which it closes all connections
+        self.lie: Callable[[list[bytes]], bytes | None] = lambda words: None  # its result, unless None, is the answer
+        self.part_bytes: int | None = None  # bytes of the answer to a range request after which it closes
         self._free = asyncio.Event()
         self._writers: dict[asyncio.StreamWriter, set[str]] = {}  # with the commands that came over each
 

@@ -40,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneServer(RespSource):
-    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage.
-
-    Attributes:
-        asks_load: Each lookup also asks for the server's load.
-        takes_load: The server knows KV.LOAD, as far as is known.
-        on_lost: Called when the control connection is lost.
-    """
+    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
 
     clustered = False
 
@@ -55,8 +49,8 @@ class OneServer(RespSource):
     ) -> None:
         super().__init__(address or config.storage, config, metrics)
         self.node = Node(*split_address(self.name))
-        self.asks_load = False
-        self.on_lost: set[Callable[[], None]] = set()
+        self.asks_load = False  # each lookup also asks for the server's load
+        self.on_lost: set[Callable[[], None]] = set()  # called when the control connection is lost
         self._load = 0, -_LOAD_S  # microseconds, and the time of the report
         self._control: RespClient | None = None
         self._has_meta = True  # on the current connection
@@ -86,6 +80,7 @@ class OneServer(RespSource):
 
     @property
     def takes_load(self) -> bool:
+        """True if the server knows KV.LOAD, as far as is known."""
         return b"KV.LOAD" not in self._unknown
 
     @property

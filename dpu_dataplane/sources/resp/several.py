@@ -378,10 +378,8 @@ class SeveralServers(RespSource):
     ) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
 
-        Args:
-            found: Answers of the first choices.
-            size: Expected size of a record. With their own sizes, idle nodes would be asked in a second round trip.
-            loads: Load of each server, in microseconds.
+        ``found`` has the answers of the first choices, ``loads`` each server's in microseconds. ``size`` is expected of
+        all records: with their own sizes, idle nodes would be asked in a second round trip.
         """
         waits = self._waits(loads)
         sizes = [size if _is_there(each) else 0 for each in found]
