@@ -424,7 +424,8 @@ class Client:
         )
 
     async def stores(self, keys: list[bytes], **changes: Any) -> "Stored":
-        """Store, and check that all chunks are stored."""
+        """Store ``kvs``, and check that all chunks are stored."""
+        self.fill(len(keys))
         answer = await self.store(keys, **changes)
         assert (answer.chunks, answer.outcome) == (len(keys), pb.OUTCOME_COMPLETE), answer
         return answer

@@ -52,7 +52,6 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
         for seed, shape in enumerate(shapes):
             keys = keys_of(shape, 3, seed)
             await client.register(shape, 3)
-            client.fill(3)
             answer = await client.stores(keys)
             records = [get(storage, key) for key in keys]
             for index, (key, data) in enumerate(zip(keys, records, strict=True)):
@@ -65,9 +64,7 @@ async def test_records_name_the_chunk_before_them(storage: Server) -> None:
     shape = layout()
     keys = keys_of(shape, 3)
     async with serving(shape, 3, storage) as (_, client):
-        client.fill(3)
-        answer = await client.store(keys, parents=[b"", keys[0], keys[1]])
-        assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
+        await client.stores(keys, parents=[b"", keys[0], keys[1]])
         assert [record.parse_header(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
 
 
@@ -76,7 +73,6 @@ async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
     keys = keys_of(shape, 4)
     storage.put(keys[1], make_record(shape, keys[1], 1))
     async with serving(shape, 4, storage) as (daemon, client):
-        client.fill(4)
         await client.stores(keys)
         assert daemon.metrics.totals["stored_raw_bytes"] == 3 * shape.raw_bytes
         assert (await client.store(keys)).chunks == 4
@@ -132,8 +128,7 @@ async def test_faulty_records_are_replaced_by_a_store(redis: Server, bad: bytes)
     [key] = keys_of(shape, 1)
     redis.put(key, bad)
     async with serving(shape, 1, redis) as (_, client):
-        client.fill(1)
-        assert (await client.store([key])).outcome == pb.OUTCOME_COMPLETE
+        await client.stores([key])
         assert (await client.fetch([key])).outcome == pb.OUTCOME_COMPLETE
 
 
@@ -142,7 +137,6 @@ async def test_chunks_are_encoded_while_earlier_ones_are_put(storage: Server) ->
     shape = layout(vector_length=2048)
     keys = keys_of(shape, 10)
     async with serving(shape, 10, storage, store_buffer_bytes="3MiB", store_cores=[0]) as (daemon, client):
-        client.fill(10)
         codec = native.Codec[codec_name("auto", BACKEND).upper()]
         places = (3 << 20) // encoded_bound(shape, codec, int(config(storage).slice_bytes))
         assert 2 < places < len(keys)

@@ -87,7 +87,6 @@ async def test_a_drained_node_is_removed_without_a_miss(start_server: StartServe
     file.write_text("\n".join(addresses(nodes)))
     changes = {"storage_nodes": f"file:{file}", "storage_nodes_ttl_s": 0.05}
     async with serving(SHAPE, 24, "127.0.0.1:1", **changes) as (daemon, client):
-        client.fill(24)
         await client.stores(keys)
         had = [sum(node.has(key) for key in keys) for node in nodes]
         assert sum(had) == 24 and all(had), had

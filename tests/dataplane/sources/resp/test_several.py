@@ -73,7 +73,6 @@ def known(node: Server) -> int:
 async def test_a_prefix_is_on_one_node_and_prefixes_are_on_all_nodes(nodes: list[Server]) -> None:
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(nodes)) as (_, client):
         for number, keys in enumerate(chains_of(nodes)):
-            client.fill(CHUNKS)
             await client.stores(keys)
             assert all(nodes[number].has(key) for key in keys)
             assert_no_copy(nodes[1 - number], keys)
@@ -115,7 +114,6 @@ async def test_keys_published_on_several_nodes_are_pending_for_all_data_planes(n
         assert (await prefill.stub.Publish(request)).reach == pb.REACH_ALL
         answer = await decode.look(chain, published=True)
         assert found(answer, 24).hits == [0] and unpack(answer.published[0], 24).all()
-        decode.fill(24)
         await decode.stores(chain)
         answer = await decode.look(chain, published=True)
         assert found(answer, 24).hits == [24] and not unpack(answer.published[0], 24).any()
@@ -498,7 +496,6 @@ async def test_a_changed_list_of_nodes_moves_reads_without_misses() -> None:
         serving(SHAPE, chunks, "127.0.0.1:1", storage_nodes=addresses(nodes[:3])) as (daemon, client),
     ):
         chain = spread_chain(nodes, chunks)
-        client.fill(chunks)
         await client.stores(chain)
         source = daemon._source
         assert sum(len(node.records) for node in nodes[:3]) == chunks, "one copy of each"
@@ -533,7 +530,6 @@ async def test_what_was_stored_while_a_node_was_away_is_found_after_its_return(s
     chain = own_chain(stores, stores[0])
     stores[0].kill()
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=addresses(stores)) as (daemon, client):
-        client.fill(CHUNKS)
         await client.stores(chain)
         stores[0].start()
         await until(lambda: daemon.metrics.gauges["storage_nodes_away"][1]() == 0)
@@ -568,13 +564,11 @@ async def test_data_planes_with_different_lists_and_weights_miss_what_they_do_no
     ):
         await daemon._source.set_members({nodes[1].address: 1.0, nodes[2].address: 3.0})
         chain = spread_chain(nodes[:2], chunks)
-        one.fill(chunks)
         await one.stores(chain)
         [hits] = (await other.lookup(chain)).hits
         assert hits < chunks
         if hits:
             assert await other.fetched(chain[:hits]) == kvs(SHAPE, hits)
-        other.fill(chunks)
         await other.stores(chain)
         for client in (one, other):
             assert (await client.lookup(chain)).hits == [chunks]
