@@ -26,15 +26,7 @@ from dpu_dataplane.config import codec_name
 from dpu_dataplane.jobs import Job
 from dpu_dataplane.sources.source import Encoded
 from shadowserve import native, record
-from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
-
-
-def get(server: Server, key: bytes) -> bytes:
-    from redis import Redis
-
-    with Redis(port=server.port) as connection:
-        return bytes(connection.get(storage_key(key)))
 
 
 @pytest.mark.parametrize("codec", ["auto", "kvrans", "deflate", "lz4", "zstd", "none"])
@@ -53,7 +45,7 @@ async def test_records_are_those_of_the_reference(storage: Server, codec: str) -
             keys = keys_of(shape, 3, seed)
             await client.register(shape, 3)
             answer = await client.stores(keys)
-            records = [get(storage, key) for key in keys]
+            records = [storage.get(key) for key in keys]
             for index, (key, data) in enumerate(zip(keys, records, strict=True)):
                 assert data == record.encode(key, expected, shape, kv(shape, index))
             assert answer.stored_bytes == sum(map(len, records))
@@ -65,7 +57,7 @@ async def test_records_name_the_chunk_before_them(storage: Server) -> None:
     keys = keys_of(shape, 3)
     async with serving(shape, 3, storage) as (_, client):
         await client.stores(keys, parents=[b"", keys[0], keys[1]])
-        assert [record.parse_header(get(storage, key)).parent for key in keys] == [b"", keys[0], keys[1]]
+        assert [record.parse_header(storage.get(key)).parent for key in keys] == [b"", keys[0], keys[1]]
 
 
 async def test_stored_chunks_are_not_sent_again(storage: Server) -> None:
@@ -91,7 +83,7 @@ async def test_a_value_that_binning_cannot_hold_costs_its_chunk(storage: Server,
         answer = await client.store(keys)
         assert (answer.outcome, answer.stored) == (pb.OUTCOME_NOT_STORABLE, [True, False, True])
         assert answer.raw_bytes == 2 * shape.raw_bytes
-        assert answer.stored_bytes == len(get(storage, keys[0])) + len(get(storage, keys[2]))
+        assert answer.stored_bytes == len(storage.get(keys[0])) + len(storage.get(keys[2]))
 
 
 async def test_a_full_server_refuses_with_its_text(start_server: StartServer) -> None:
@@ -117,7 +109,7 @@ async def test_a_sound_record_of_another_namespace_is_not_replaced(redis: Server
         client.fill(1)
         answer = await client.store([key])
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_MISMATCH, 0)
-    assert get(redis, key) == theirs
+    assert redis.get(key) == theirs
 
 
 @pytest.mark.parametrize(

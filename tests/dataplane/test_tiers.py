@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from dataplane_support import (
     BACKENDS,
@@ -86,8 +85,7 @@ async def store(
     client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, **more: Any
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
-    data = b"".join(kv(shape, index) for index in indexes)
-    client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
+    client.write([kv(shape, index) for index in indexes])
     return (await client.store([keys[index] for index in indexes], **more)).stored
 
 
