@@ -84,7 +84,7 @@ def plain_outputs(
             known.update(zip(map(tuple, batch), engine.outputs(batch, count), strict=True))
         chunked = [tokens for tokens in prompts.values() if len(tokens) >= CHUNK]
         long = [tokens for tokens in chunked if len(tokens) in (700, 1000)]
-        seeded = {tuple(tokens): list(engine.generate([tokens], **SEEDED)[0].outputs[0].token_ids) for tokens in long}
+        seeded = {tuple(tokens): engine.served(tokens, **SEEDED)[0] for tokens in long}
         engine.assert_sensitive(chunked, [known[tuple(tokens)][:OUTPUT] for tokens in chunked])
     return known, seeded
 
@@ -104,9 +104,9 @@ def serve(prompt: Callable[..., list[int]], reference: Callable[..., list[list[i
     """Return a function that serves one prompt, checks its output, and returns the number of cached tokens."""
 
     def served(engine: Engine, length: int, seed: int = 0, tokens: int = OUTPUT) -> int:
-        (output,) = engine.generate([prompt(length, seed)], tokens)
-        assert list(output.outputs[0].token_ids) == reference([prompt(length, seed)], tokens)[0]
-        return int(output.num_cached_tokens or 0)
+        output, cached = engine.served(prompt(length, seed), tokens)
+        assert output == reference([prompt(length, seed)], tokens)[0]
+        return cached
 
     return served
 
@@ -128,19 +128,15 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "get_mp_context", lambda: context)
 
 
-@pytest.fixture
-def data_plane() -> Iterator[ScriptedDataPlane]:
+def _scripted() -> Iterator[ScriptedDataPlane]:
     plane = ScriptedDataPlane()
     yield plane
     plane.stop()
 
 
-@pytest.fixture(scope="module")
-def plane() -> Iterator[ScriptedDataPlane]:
-    """A scripted data plane for all tests of a file."""
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
+data_plane = pytest.fixture(_scripted, name="data_plane")
+plane = pytest.fixture(_scripted, scope="module", name="plane")
+"""A scripted data plane for all tests of a file."""
 
 
 @pytest.fixture(scope="module")

@@ -150,8 +150,7 @@ def test_keys_are_published_again_after_a_storage_restart_and_expire_after_a_cra
 
 
 def store_garbage(sides: Sides) -> None:
-    host, port = sides.storage.address.rsplit(":", 1)
-    with Redis(host=host, port=int(port)) as connection:
+    with Redis.from_url(f"redis://{sides.storage.address}") as connection:
         for key in KEYS[2:]:
             connection.set(storage_key(key), b"no record of anything")
 

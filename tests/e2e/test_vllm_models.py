@@ -35,14 +35,12 @@ def test_a_prompt_is_stored_and_loaded(
 ) -> None:
     with closing(make_engine(data_plane.address, model=family(name), **options)) as engine:
         assert engine.connector._scheduler.problem == ""
-        first = engine.outputs([prompt(600)])
+        (first,) = engine.outputs([prompt(600)])
         engine.flush()
         assert len(data_plane.records) == 2, engine.counters()
         engine.forget()
-        (output,) = engine.generate([prompt(600)])
-        assert output.num_cached_tokens == 512
-        assert [list(output.outputs[0].token_ids)] == first
-        engine.assert_sensitive([prompt(600)], first)
+        assert engine.served(prompt(600)) == (first, 512)
+        engine.assert_sensitive([prompt(600)], [first])
 
 
 def test_the_layout_of_mla_is_detected_and_moved(family: Any, make_engine: Any, prompt: Any) -> None:

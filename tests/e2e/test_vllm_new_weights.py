@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import greedy
+from kit import add
 from machine import NEVER_S, drive
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -109,8 +109,7 @@ class Serving:
         self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._weights[name])})
 
     def add(self, request_id: str, tokens: list[int], count: int = 8) -> None:
-        parameters = greedy(count)
-        self._core.add_request(request_id, {"prompt_token_ids": tokens}, parameters)
+        add(self.engine, request_id, tokens, count)
 
     def step(self) -> None:
         for output in self._core.step():
@@ -207,9 +206,7 @@ def test_unannounced_new_weights_are_detected(serving: Serving, plane: Any, prom
     serving.engine.flush()
     serving.engine.forget()
     fetches = len(plane.fetches)
-    (output,) = serving.engine.generate([prompt(*STORED)])
-    assert list(output.outputs[0].token_ids) == expected["new", STORED]
-    assert output.num_cached_tokens == 512
+    assert serving.engine.served(prompt(*STORED)) == (expected["new", STORED], 512)
     assert not {key for fetch in plane.fetches[fetches:] for key in fetch.keys} & old
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import pytest
 from engine_stress import Script, Stress
-from kit import greedy
+from kit import add, greedy
 from scripted import Spoilt
 from stack import Process
 
@@ -158,9 +158,8 @@ def test_an_abort_of_a_preempted_request_leaves_nothing(
 ) -> None:
     engine.reset(plane, records=True)
     core = engine.llm.llm_engine
-    sampling = greedy(GENERATED)
     for number, tokens in enumerate(prompts):
-        core.add_request(f"{number}", {"prompt_token_ids": tokens}, sampling)
+        add(engine, f"{number}", tokens, GENERATED)
     answers: dict[str, list[int]] = {}
     gone = ""
     while core.has_unfinished_requests():

@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from kit import assert_all_free, greedy
+from kit import add, assert_all_free
 from machine import WAIT_MAX_S, wait_for
 from stack import Process
 
@@ -96,12 +96,12 @@ def test_a_data_plane_killed_during_a_load_costs_recomputation(
     engine: Any, daemon: Process, reference: Any, prompt: Any
 ) -> None:
     llm_engine = engine.llm.llm_engine
-    parameters = greedy(8)
-    llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
+    add(engine, "r", prompt(1000))
     ends = time.monotonic() + WAIT_MAX_S
-    while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
+    requests = engine.scheduler.requests
+    while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in requests.values()):
         if not engine.connector._scheduler._loads:
-            present = engine.connector._scheduler._lookup.present(_id(engine))
+            present = engine.connector._scheduler._lookup.present(next(iter(requests), ""))
             daemon.freeze(frozen=present is not None and bool(present[0].any()))
         llm_engine.step()
         assert time.monotonic() < ends
@@ -116,32 +116,6 @@ def test_a_data_plane_killed_during_a_load_costs_recomputation(
         assert_all_free(engine)
     finally:
         daemon.restart()
-
-
-def _requests(engine: Any) -> list[Any]:
-    return list(engine.scheduler.requests.values())
-
-
-def _id(engine: Any) -> str:
-    return next(iter(engine.scheduler.requests), "")
-
-
-@pytest.mark.parametrize("value", [b"", b"no record", bytes(4096)], ids=["empty", "text", "zeros"])
-def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
-    engine: Any, storage: Process, value: bytes, serve: Any
-) -> None:
-    """The server refuses damaged records with a valid header; dataplane/test_faulty_records has them."""
-    import redis
-
-    host, _, port = storage.address.rpartition(":")
-    with redis.Redis(host, int(port)) as client:
-        names = list(client.scan_iter())
-        for name in names:
-            client.delete(name)
-            client.set(name, value)
-        serve(engine, 1000)
-        engine.flush()
-        assert all(len(client.get(name)) > 4096 for name in names)
 
 
 def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> None:
