@@ -15,7 +15,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import grpc
 
 from dpu_dataplane.log_limiter import LogLimiter, address_of
-from shadowserve.proto import SESSION_KEY
 
 CALLS_MAX: Final = 1024  # most calls in progress, including waiting ones: three times the default queues
 _SHARE_LEAST: Final = 128  # smallest share of a host: an engine's few lookups, fetches and stores
@@ -45,9 +44,9 @@ class _Caller:
 
 
 class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at runtime it takes none
-    """Interceptor that admits calls; ``owner_of`` returns the host of a session, empty without one."""
+    """Interceptor that admits calls; ``owner_of`` returns the host of a call, empty without a session."""
 
-    def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[bytes], str], log: LogLimiter) -> None:
+    def __init__(self, bytes_max: int, hosts_max: int, owner_of: Callable[[Any], str], log: LogLimiter) -> None:
         self._bytes_max = bytes_max
         self._bytes_share = bytes_max // hosts_max
         self._calls_share = max(_SHARE_LEAST, (CALLS_MAX - _UNAUTHENTICATED_MAX) // hosts_max)
@@ -99,7 +98,7 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
         return made
 
     async def _admit(self, method: str, context: Any, call: _Call) -> Any:
-        name = self._owner_of(_session(context))
+        name = self._owner_of(context)
         caller = self._callers[name]
         if caller.calls >= (self._calls_share if name else _UNAUTHENTICATED_MAX):
             whose = "of this host" if name else "without a session"
@@ -157,8 +156,3 @@ class Admission(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # at run
             if self._log.log(logging.ERROR, f"{method}: {type(error).__name__}", "", text):
                 logger.exception("traceback")
             await context.abort(grpc.StatusCode.INTERNAL, text)
-
-
-def _session(context: Any) -> bytes:
-    value = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
-    return value if isinstance(value, bytes) else b""

@@ -304,13 +304,10 @@ def plan_store(
     first: int = 0,
     positions: Sequence[int] = (),
 ) -> StorePlan:
-    """Lay out a batch of chunks for encoding.
+    """Lay out a batch of chunks for encoding, from the ``indexes`` of the registered region.
 
-    Args:
-        indexes: Index of each chunk in the registered region.
-        bound: Result of :func:`encoded_bound`.
-        first: First chunk's index in the store buffer, counted in units of ``bound``, aligned.
-        positions: Position of each chunk's first token in its prompt, for ``weighted``.
+    ``first`` is the first chunk's index in the store buffer, in units of ``bound`` (:func:`encoded_bound`), aligned;
+    ``positions`` has the position of each chunk's first token in its prompt, for ``weighted``.
     """
     manifest = plan_slices(layout, slice_bytes)
     count = len(manifest)

@@ -8,10 +8,10 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from dpu_dataplane.sources.found import (
     Unanswered,
     inspect_header,
 )
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Chain, Source, WaitingRequest
+from dpu_dataplane.sources.source import Chain, Source, WaitingRequest, questions
 from shadowserve import native
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.pieces import Flags
@@ -131,8 +131,8 @@ class Catalog:
         """Start to read cold records from object storage, first those of each prompt's first chunks."""
         interleaved = zip_longest(*(keys for _, keys in chains))
         keys = [key for chunk in interleaved for key in chunk if key is not None]
-        for first in range(0, len(keys), QUESTION_KEYS_MAX):
-            await self._source.prefetch(keys[first : first + QUESTION_KEYS_MAX])
+        for question in questions(keys):
+            await self._source.prefetch(question)
 
     def expect(self, requests: Sequence[WaitingRequest]) -> None:
         """Pass the waiting requests on to the source, without faulty records."""
@@ -174,9 +174,13 @@ class Catalog:
         """Withdraw the publications of a host that has disconnected. Its pins stay until they end."""
         self._pins.expire()
         if keys := self._publications.forget(owner):
-            task = asyncio.ensure_future(self._withdraw(keys))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._withdraw(keys))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a request in the background, until :meth:`close`."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _withdraw(self, keys: Sequence[bytes]) -> None:
         try:
@@ -209,8 +213,7 @@ class Catalog:
         return by_seconds.items()
 
     async def _pin(self, keys: Sequence[bytes], seconds: int) -> bool:
-        parts = (keys[first : first + QUESTION_KEYS_MAX] for first in range(0, len(keys), QUESTION_KEYS_MAX))
-        return all([await self._source.pin(part, seconds) for part in parts])
+        return all([await self._source.pin(question, seconds) for question in questions(keys)])
 
     async def _pin_stored(self) -> None:
         """Pin keys that were stored after their pins had been asked for."""
@@ -232,13 +235,12 @@ class Catalog:
         """
         keys = [key for _, keys in chains for key in keys]
         found: list[Flags] = []
-        for first in range(0, len(keys), QUESTION_KEYS_MAX):
-            part = keys[first : first + QUESTION_KEYS_MAX]
+        for question in questions(keys):
             try:
-                flags = await self._pending(part)
+                flags = await self._pending(question)
             except StorageError as error:
                 logger.debug("publications: %s", error)
-                flags = np.zeros(len(part), np.bool_)
+                flags = np.zeros(len(question), np.bool_)
             if flags is None:
                 return None
             found.append(flags)
@@ -318,9 +320,7 @@ class Catalog:
             " and deleted from storage" if deleting else "",
         )
         if deleting:
-            task = asyncio.create_task(self._delete(key))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._begin(self._delete(key))
 
     def release(self, namespace: bytes, key: bytes) -> None:
         """Release a key from quarantine: it was stored again."""
@@ -332,9 +332,7 @@ class Catalog:
         if self._pins.left_s(key):
             self._pins_due.append(key)
             if len(self._pins_due) == 1:
-                task = asyncio.ensure_future(self._pin_stored())
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._begin(self._pin_stored())
 
     @property
     def storage(self) -> tuple[str, bool]:

@@ -300,14 +300,10 @@ class DataPlaneConfig(Section):
 
     def memory_budgets(self) -> dict[str, int]:
         """Return the memory that the data plane allocates, in bytes by configuration key."""
-        unused = ("dequantization_buffer_bytes", "dma_source_buffer_bytes") if self.stages_fused else ()
-        keys = (
-            "decompression_buffer_bytes",
-            "dequantization_buffer_bytes",
-            "dma_source_buffer_bytes",
-            "store_buffer_bytes",
-        )
-        budgets = {key: int(getattr(self, key)) for key in keys if key not in unused}
+        keys = ["decompression_buffer_bytes", "store_buffer_bytes"]
+        if not self.stages_fused:
+            keys += ["dequantization_buffer_bytes", "dma_source_buffer_bytes"]
+        budgets = {key: int(getattr(self, key)) for key in keys}
         if self.tiers is not None:
             budgets["tiers.memory_budget_bytes"] = int(self.tiers.memory_budget_bytes)
         return budgets

@@ -79,6 +79,12 @@ class Session:
         self.host.sessions[self.token] = self.host.sessions.pop(self.token)
 
 
+def _token(context: Any) -> bytes:
+    """Return the session that a call names; empty without one."""
+    token = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
+    return token if isinstance(token, bytes) else b""
+
+
 def _identity(context: Any) -> str:
     """Return the names in the caller's TLS certificate; empty without one."""
     return ", ".join(sorted(name.decode(errors="replace") for name in context.peer_identities() or ()))
@@ -103,9 +109,9 @@ class HostTable:
     def __len__(self) -> int:
         return len(self._hosts)
 
-    def owner_of(self, token: bytes) -> str:
-        """Return the owner of a session; empty for an unknown session."""
-        session = self._sessions.get(token)
+    def owner_of(self, context: Any) -> str:
+        """Return the owner of a call's session; empty for an unknown session."""
+        session = self._sessions.get(_token(context))
         return "" if session is None else session.owner
 
     def enter(self, request: pb.HelloRequest, context: Any) -> tuple[Session, bool]:
@@ -162,8 +168,7 @@ class HostTable:
     @contextlib.contextmanager
     def call(self, context: Any) -> Iterator[Session]:
         """Return the session of a call while in this context; HelloRequired without a session of this certificate."""
-        token = next((value for key, value in context.invocation_metadata() or () if key == SESSION_KEY), b"")
-        session = self._sessions.get(token if isinstance(token, bytes) else b"")
+        session = self._sessions.get(_token(context))
         if session is None or session.host.identity != _identity(context):
             raise HelloRequired
         session.calls += 1

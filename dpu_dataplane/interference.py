@@ -20,15 +20,6 @@ TURN_S: Final = 0.1
 _SETTLES_S: Final = 0.1  # time after a grant within which a device finishes its write or read
 
 
-class Granted:
-    """A granted turn."""
-
-    def __init__(self, turn: Turn, *, waited: bool) -> None:
-        self.rate = turn.rate  # bytes per second of the move; 0 for no limit
-        self.waited = waited  # the turn was not granted at once
-        self.moved_bytes = turn.size  # bytes that were moved. The mover corrects it; at first all requested bytes
-
-
 class InterferenceBudget:
     """Grants turns to movers. Used on the event loop.
 
@@ -98,7 +89,7 @@ class InterferenceBudget:
     @contextlib.asynccontextmanager
     async def turn(
         self, mover: Mover, size: int, job: Job | None = None, on_request: Callable[[Turn], None] | None = None
-    ) -> AsyncIterator[Granted]:
+    ) -> AsyncIterator[Turn]:
         """Wait for a turn of up to ``size`` bytes, and keep it while in this context.
 
         The job's deadline limits the wait; Stop if it is cancelled or late. ``on_request`` gets the requested turn, for
@@ -107,23 +98,23 @@ class InterferenceBudget:
         turn = self.shared.request(mover, size)
         if on_request is not None:
             on_request(turn)
-        granted: Granted | None = None
+        granted = False
         try:
-            waited = await self._wait_for(turn, job)
-            granted = Granted(turn, waited=waited)
-            yield granted
+            await self._wait_for(turn, job)
+            granted = True
+            yield turn
         finally:
-            moved_bytes = 0 if granted is None else granted.moved_bytes
+            moved_bytes = turn.moved_bytes if granted else 0
             self.shared.end(turn, moved_bytes)
             self._metrics.moved_bytes[mover.label] += moved_bytes
             self._grant()
 
-    async def _wait_for(self, turn: Turn, job: Job | None) -> bool:
+    async def _wait_for(self, turn: Turn, job: Job | None) -> None:
         waiting = self._waiting[turn] = asyncio.get_running_loop().create_future()
         self._grant()
         if waiting.done():
-            return False
-        label = turn.mover.label
+            return
+        label, turn.waited = turn.mover.label, True
         self._metrics.interference_delayed[label] += 1
         try:
             if job is None:
@@ -136,7 +127,6 @@ class InterferenceBudget:
         finally:
             self._waiting.pop(turn, None)
             self._metrics.interference_wait_seconds[label] += self._clock() - turn.requested_s
-        return True
 
     def drop(self, mover: Mover, reason: str) -> None:
         """Count a move that was given up while it waited."""

@@ -127,11 +127,6 @@ class BatchHook(Protocol):
 class FetchPlan:
     """The pieces of one batch on paper, in the order in which they are wanted, and how to deliver them.
 
-    Attributes:
-        ends: For groups that cannot be delivered completely, by index: where they end.
-        word: Memory that receives the number of leading layers in place, or of leading chunks in chunk order.
-        records: Found records by key, for a source that keeps what it delivers.
-
     A piece whose ``origin`` is not SERVER is supplied by a hook: the source only has to include it in a batch.
     """
 
@@ -141,14 +136,14 @@ class FetchPlan:
     slices: npt.NDArray[np.void]  # SLICE_DTYPE array
     layers: npt.NDArray[np.int64]  # for each piece the first layer and the end of its layers
     full: bool = False  # the buffers hold no more, though more pieces are wanted
-    ends: Mapping[int, GroupEnd] = field(default_factory=dict)
+    ends: Mapping[int, GroupEnd] = field(default_factory=dict)  # of groups that cannot be delivered completely
     layerwise: bool = False  # pieces come layer by layer, one layer in each piece
     deadline_ns: int = 0  # deadline of a batch, on the clock of ``time.monotonic_ns()``
     rate: int = 0  # bytes per second that are delivered at most; 0 for no limit
-    word: native.Region | None = None
+    word: native.Region | None = None  # receives the number of leading layers in place, or of chunks in their order
     authoritative: bool = False  # read from the master of each key, not from a replica that may lag behind
     window_s: float = 0.0  # seconds that the engine computes with each layer; 0 if not known
-    records: Mapping[bytes, Stored] = field(default_factory=dict)
+    records: Mapping[bytes, Stored] = field(default_factory=dict)  # found ones, for a source that keeps them
     hooks: Sequence[BatchHook] = ()  # connected to each batch
 
     def leading(self, count: int) -> Self:

@@ -5,6 +5,7 @@ reaches storage only if no other host has published the key. Local tiers without
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -25,11 +26,11 @@ class Publications:
         self.share = max(1, PENDING_KEYS_MAX // hosts_max)  # most pending keys of one host
         self._hosts_max = hosts_max
         self._clock = clock
-        self._by_host: dict[str, dict[bytes, float]] = {}  # with the time at which each expires
-        self._by_key: dict[bytes, set[str]] = {}
+        self._ends: dict[bytes, dict[str, float]] = {}  # for each host that has published a key, when that expires
+        self._counts: Counter[str] = Counter()  # keys of each host
 
     def __len__(self) -> int:
-        return len(self._by_key)
+        return len(self._ends)
 
     def publish(self, owner: str, keys: Sequence[bytes], lasts_ms: int) -> list[bytes]:
         """Add publications of a host; return the keys to publish in storage: not another host's that last longer.
@@ -38,13 +39,10 @@ class Publications:
         """
         if lasts_ms > LASTS_MS_MAX:
             raise StorageRefusedError(f"keys are published for {lasts_ms} ms; at most {LASTS_MS_MAX} ms are allowed")
-        mine = self._by_host.setdefault(owner, {})
-        if len(mine) + sum(key not in mine for key in keys) > self.share:
-            self._expire(owner)
-        new = sum(key not in mine for key in set(keys))
-        if len(mine) + new > self.share:
-            held = len(mine)
-            self._remove_if_empty(owner)
+        if self._counts[owner] + self._new(owner, keys) > self.share:
+            self._expire()
+        held, new = self._counts[owner], self._new(owner, keys)
+        if held + new > self.share:
             raise StorageRefusedError(
                 f"this host has {held} pending keys and publishes {new} more; its share is "
                 f"{self.share}: {PENDING_KEYS_MAX} divided by hosts_max ({self._hosts_max})"
@@ -52,54 +50,46 @@ class Publications:
         until = self._clock() + lasts_ms / 1000
         changed = [key for key in keys if self._until_of_others(owner, key) < until]
         for key in keys:
-            mine[key] = until
-            self._by_key.setdefault(key, set()).add(owner)
+            ends = self._ends.setdefault(key, {})
+            self._counts[owner] += owner not in ends
+            ends[owner] = until
         return changed
 
     def withdraw(self, owner: str, keys: Sequence[bytes]) -> list[bytes]:
         """Withdraw publications of a host; return the keys to withdraw in storage: not those of another host."""
         for key in keys:
             self._drop(owner, key)
-        self._remove_if_empty(owner)
         now = self._clock()
         return [key for key in keys if self._until_of_others(owner, key) <= now]
 
     def pending(self, keys: Sequence[bytes]) -> Flags:
         now = self._clock()
-        return np.array(
-            [any(self._by_host[owner][key] > now for owner in self._by_key.get(key, ())) for key in keys], np.bool_
-        )
+        return np.array([any(until > now for until in self._ends.get(key, {}).values()) for key in keys], np.bool_)
 
     def stored(self, key: bytes) -> None:
-        for owner in list(self._by_key.get(key, ())):
+        for owner in list(self._ends.get(key, ())):
             self._drop(owner, key)
-            self._remove_if_empty(owner)
 
     def forget(self, owner: str) -> list[bytes]:
-        return self.withdraw(owner, list(self._by_host.get(owner, ())))
+        return self.withdraw(owner, [key for key, ends in self._ends.items() if owner in ends])
 
-    def expire(self) -> None:
-        for owner in list(self._by_host):
-            self._expire(owner)
-            self._remove_if_empty(owner)
+    def _new(self, owner: str, keys: Sequence[bytes]) -> int:
+        return sum(owner not in self._ends.get(key, ()) for key in set(keys))
 
     def _until_of_others(self, owner: str, key: bytes) -> float:
-        others = self._by_key.get(key, set()) - {owner}
-        return max((self._by_host[other][key] for other in others), default=0.0)
+        return max((until for other, until in self._ends.get(key, {}).items() if other != owner), default=0.0)
 
-    def _expire(self, owner: str) -> None:
+    def _expire(self) -> None:
         now = self._clock()
-        for key in [key for key, until in self._by_host[owner].items() if until <= now]:
-            self._drop(owner, key)
+        for key, ends in list(self._ends.items()):
+            for owner in [owner for owner, until in ends.items() if until <= now]:
+                self._drop(owner, key)
 
     def _drop(self, owner: str, key: bytes) -> None:
-        if self._by_host.get(owner, {}).pop(key, None) is None:
-            return
-        owners = self._by_key[key]
-        owners.discard(owner)
-        if not owners:
-            del self._by_key[key]
-
-    def _remove_if_empty(self, owner: str) -> None:
-        if not self._by_host.get(owner, True):
-            del self._by_host[owner]
+        ends = self._ends.get(key, {})
+        if ends.pop(owner, None) is not None:
+            self._counts[owner] -= 1
+            if not self._counts[owner]:
+                del self._counts[owner]
+        if not ends:
+            self._ends.pop(key, None)

@@ -61,11 +61,7 @@ logger = logging.getLogger(__name__)
 
 
 class Daemon:
-    """The data plane, within one event loop: ``async with Daemon(config) as daemon``.
-
-    Attributes:
-        unclean: Jobs or the accelerator may still access memory after the stop: the process has to end at once.
-    """
+    """The data plane, within one event loop: ``async with Daemon(config) as daemon``."""
 
     device_lost: asyncio.Event  # set once the accelerator was given up: the process has to end
 
@@ -78,7 +74,9 @@ class Daemon:
         self._source: Source
         self._draining = False
         self._pipeline: native.Pipeline
-        self.unclean = False
+        self.unclean = (
+            False  # after the stop, jobs or the accelerator may access memory: the process has to end at once
+        )
         self._exit = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -105,10 +103,6 @@ class Daemon:
         self._pipeline = pipeline = await asyncio.to_thread(_make_pipeline, config, buffers)
         self._exit.callback(pipeline.close)
         self.metrics.pipeline = pipeline
-        self.metrics.gauges["pipeline_locked_bytes"] = (
-            "Buffer bytes that are locked in memory",
-            lambda: pipeline.locked_bytes,
-        )
         fetching, encoding, storing = (ThreadPoolExecutor(1, name) for name in ("fetch", "encode", "store"))
         self.budget = InterferenceBudget(self.metrics, pipeline.unlimit, shares_memory=config.memory_shared)
         self._exit.callback(self.budget.close)
@@ -156,6 +150,7 @@ class Daemon:
             "registered_bytes": ("Bytes of registered memory", lambda: registrations.total_bytes),
             "backend_emulated": ("1 if the backend is an emulator of a DPU", lambda: emulated),
             "buffer_bytes": ("Bytes of the pipeline's buffers", lambda: fetcher.buffers.total),
+            "pipeline_locked_bytes": ("Buffer bytes that are locked in memory", lambda: self._pipeline.locked_bytes),
             "resident_bytes": ("Resident memory of the daemon, without clients' segments", resident_bytes),
             "up_seconds": ("Time since the start", lambda: time.monotonic() - started_s),
         }
@@ -198,10 +193,7 @@ class Daemon:
     async def _serve(self, service: DataPlaneService) -> None:
         config = self.config
         admission = Admission(int(config.call_bytes_max), config.hosts_max, service.hosts.owner_of, self._log)
-        self.metrics.gauges["call_bytes"] = (
-            "Message bytes of calls in progress",
-            lambda: admission.total_bytes,
-        )
+        self.metrics.gauges["call_bytes"] = "Message bytes of calls in progress", lambda: admission.total_bytes
         server = grpc.aio.server(
             interceptors=[admission],
             options=[
@@ -325,13 +317,8 @@ def _make_pipeline(config: DataPlaneConfig, buffers: Buffers) -> native.Pipeline
         raise ConfigurationError(f"the pipeline cannot be created: {error}") from error
     backend = native.backends()[config.backend]
     device = f" on {pipeline.device}" if pipeline.device else ""
-    logger.log(
-        logging.WARNING if backend.emulated else logging.INFO,
-        "backend %s: %s%s",
-        backend.label,
-        backend.description,
-        device,
-    )
+    level = logging.WARNING if backend.emulated else logging.INFO
+    logger.log(level, "backend %s: %s%s", backend.label, backend.description, device)
     if pipeline.locked_bytes < buffers.total:
         logger.info(
             "%d of %d bytes of buffers are locked in memory; raise the limit (ulimit -l) to lock all",

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import grpc
 from prometheus_client import Histogram, generate_latest
@@ -37,6 +37,8 @@ from shadowserve.tier import Tier
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+_Answer = TypeVar("_Answer", pb.LookupResponse, pb.PublishResponse, pb.PinResponse, pb.FetchResponse, pb.StoreResponse)
+"""An answer with an outcome."""
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _UINT32_MAX: Final = (1 << 32) - 1
@@ -59,9 +61,9 @@ _LOGGED: Final = (pb.OUTCOME_DEADLINE, pb.OUTCOME_STORAGE_REFUSED, pb.OUTCOME_NO
 logger = logging.getLogger(__name__)
 
 
-class _CallCounts(NamedTuple):
+class _CallCounts(NamedTuple, Generic[_Answer]):
     call: str
-    response: Any
+    response: Callable[..., _Answer]
     outcomes: Counter[str]
     seconds: Histogram
 
@@ -108,8 +110,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         self._catalog, self._tracer, self._buffers = fetcher.catalog, fetcher.tracer, fetcher.buffers
         self._budget = fetcher.resources.budget
         self._metrics = metrics = fetcher.resources.metrics
-        devices = config.tiers is not None and bool(config.tiers.devices)
-        self._page_loader = fetcher.source.page_loader if devices and "shared_memory" in registrations.kinds else None
+        self._page_loader = fetcher.source.page_loader if "shared_memory" in registrations.kinds else None
         self._validate = Validator()
         self._queues = Queues(config.hosts_max, time.monotonic)
         self._started_s = time.monotonic()
@@ -297,8 +298,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             outcome=outcome,
             detail=detail,
         )
-        self._log_outcome(response)
-        return response
+        return self._logged(response)
 
     def _log_unanswered(self, found: Sequence[ChainLookup]) -> pb.Outcome | None:
         """Log that storage has not answered for some keys of a lookup, and return their outcome; None if it has."""
@@ -336,9 +336,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         publishing = self._catalog.publish(caller.owner, keys, request.lasts_ms, plain=plain)
         step = job.within(publishing, "publishing chunks to storage")
         reach, outcome, detail = await self._ending("Publish", step)
-        response = pb.PublishResponse(outcome=outcome, detail=detail, reach=reach or pb.REACH_ALL)
-        self._log_outcome(response)
-        return response
+        return self._logged(pb.PublishResponse(outcome=outcome, detail=detail, reach=reach or pb.REACH_ALL))
 
     @_call
     async def Pin(self, request: pb.PinRequest, caller: Session) -> pb.PinResponse:  # noqa: N802
@@ -347,9 +345,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         job = Job(caller.owner, "", self._validate.timeout(request.timeout_ms))
         pinning = self._catalog.pin(caller.owner, session, keys, request.lasts_ms)
         supported, outcome, detail = await self._ending("Pin", job.within(pinning, "pinning chunks in storage"))
-        response = pb.PinResponse(outcome=outcome, detail=detail, supported=bool(supported))
-        self._log_outcome(response)
-        return response
+        return self._logged(pb.PinResponse(outcome=outcome, detail=detail, supported=bool(supported)))
 
     async def _ending(
         self, call: str, step: Coroutine[Any, Any, _Response]
@@ -357,6 +353,8 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         """Run the step of a call; return its result, None if it failed, with outcome and detail."""
         try:
             return await step, pb.OUTCOME_COMPLETE, ""
+        except CallError:
+            raise
         except ENDINGS as error:
             return None, *ending_of(error)
         except Exception as error:
@@ -459,8 +457,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
                 self._check_reachable(part.registration, response.outcome)
             return response
 
-        answer: pb.FetchResponse = await self._run_job(caller, request, work, self._fetch_counts)
-        return answer
+        return await self._run_job(caller, request, work, self._fetch_counts)
 
     @_call
     async def FetchPages(self, request: pb.FetchPagesRequest, caller: Session) -> pb.FetchResponse:  # noqa: N802
@@ -476,8 +473,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             with self._registrations.claim(registration, 0, registration.size, writing=True):
                 return await self._load_pages(job, pages)
 
-        answer: pb.FetchResponse = await self._run_job(caller, request, work, self._fetch_counts)
-        return answer
+        return await self._run_job(caller, request, work, self._fetch_counts)
 
     async def _load_pages(self, job: Job, request: PageRequest) -> pb.FetchResponse:
         if self._page_loader is None:
@@ -526,8 +522,7 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
             self._check_reachable(registration, response.outcome)
             return response
 
-        answer: pb.StoreResponse = await self._run_job(caller, request, work, self._store_counts)
-        return answer
+        return await self._run_job(caller, request, work, self._store_counts)
 
     @_call
     async def Cancel(self, request: pb.CancelRequest, caller: Session) -> pb.CancelResponse:  # noqa: N802
@@ -535,45 +530,43 @@ class DataPlaneService(dataplane_pb2_grpc.DataPlaneServicer):
         return pb.CancelResponse(found=self.jobs.cancel(caller.token, request.job_id))
 
     async def _run_job(
-        self, caller: Session, request: Any, work: Callable[[Job], Coroutine[Any, Any, Any]], counts: _CallCounts
-    ) -> Any:
+        self,
+        caller: Session,
+        request: Any,
+        work: Callable[[Job], Coroutine[Any, Any, _Answer]],
+        counts: _CallCounts[_Answer],
+    ) -> _Answer:
         """Run a job to its end. If the caller disconnects, the job is cancelled, and its end awaited."""
+
+        async def answer(job: Job) -> _Answer:
+            response, outcome, detail = await self._ending(counts.call, work(job))
+            if response is None:
+                response = counts.response(outcome=outcome, detail=detail)
+            counts.outcomes[outcome_name(response.outcome)] += 1
+            return response
+
         job_id = self._validate.job_id(request.job_id)
         timeout = self._validate.timeout(request.timeout_ms)
         begin = time.monotonic()
         with self.jobs.enter(caller.token, caller.owner, job_id, timeout) as job:
-            task = asyncio.create_task(self._run_work(job, work, counts))
+            task = asyncio.create_task(answer(job))
             try:
                 response = await asyncio.shield(task)
             except asyncio.CancelledError:
                 job.cancel()
                 await asyncio.wait({task})
-                if not task.exception():
-                    counts.outcomes[outcome_name(task.result().outcome)] += 1
+                task.exception()  # else asyncio logs it
                 raise
-        counts.outcomes[outcome_name(response.outcome)] += 1
-        self._log_outcome(response)
         counts.seconds.observe(time.monotonic() - begin)
-        return response
+        return self._logged(response)
 
-    async def _run_work(self, job: Job, work: Callable[[Job], Coroutine[Any, Any, Any]], counts: _CallCounts) -> Any:
-        """Run a job's work; an unexpected exception is an answer with OUTCOME_INTERNAL."""
-        try:
-            return await work(job)
-        except CallError:
-            raise
-        except Stop as stop:
-            return counts.response(outcome=stop.outcome, detail=stop.detail)
-        except Exception as error:
-            outcome, detail = self._internal(counts.call, error)
-            return counts.response(outcome=outcome, detail=detail)
-
-    def _log_outcome(self, response: Any) -> None:
-        """Log a failed call whose reason nothing else logs."""
+    def _logged(self, response: _Answer) -> _Answer:
+        """Log a failed call whose reason nothing else logs; return its answer."""
         if response.outcome in _LOGGED:
             call, outcome = type(response).__name__.removesuffix("Response"), outcome_name(response.outcome)
             text = f"{call} ended with {outcome}: {response.detail}"
             self._log.log(logging.WARNING, f"{call}: {outcome}", "", text)
+        return response
 
     def _internal(self, call: str, error: Exception) -> tuple[pb.Outcome, str]:
         detail = f"a bug in {call}: {type(error).__name__}: {error}"

@@ -57,7 +57,9 @@ class Turn:
     size: int  # number of bytes
     precedence: int  # precedence of the mover; 0 once a fetch waits for these bytes
     requested_s: float  # time of the request
+    moved_bytes: int  # bytes that were moved; the mover corrects it, at first all requested bytes
     granted_s: float | None = None  # time of the grant; None while it waits
+    waited: bool = False  # it was not granted at once
     rate: int = 0  # bytes per second of the move; 0 for no limit
 
 
@@ -141,7 +143,7 @@ class SharedRate:
 
     def request(self, mover: Mover, size: int) -> Turn:
         """Request a turn; a later :meth:`grant` grants it."""
-        turn = Turn(mover, size, mover.precedence, self._clock())
+        turn = Turn(mover, size, mover.precedence, self._clock(), size)
         self._waiting.append(turn)
         return turn
 

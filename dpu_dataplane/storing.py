@@ -34,25 +34,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Store:
-    """A Store call and its progress.
-
-    Attributes:
-        parents: For each chunk, the key of the chunk before it in its prompt; empty for the first chunk of a
-            prompt. No entries if the host does not know them.
-        stored: Length of each record that storage holds now, by index of its key.
-    """
+    """A Store call and its progress."""
 
     registration: Registration  # registered memory with the chunks
     layout: ChunkLayout
     offset: int  # offset of the first chunk; the chunks are contiguous
     keys: Sequence[bytes]
-    parents: Sequence[bytes] = ()
+    parents: Sequence[bytes] = ()  # key of the chunk before each, empty for a prompt's first one; none if not known
     positions: Sequence[int] = ()  # of each chunk's first token in its prompt, for ``weighted``
     lasts_ms: int = 0  # lifetime of the records; 0 for no end
     plain: bool = False  # the records are not compressed, and stay in local tiers if there are any
     keep: int = pb.KEEP_ALL  # where the records are kept
     mover: Mover = Mover.STORE  # mover of the bytes, for the interference budget
-    stored: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, int] = field(default_factory=dict)  # length of each record in storage, by index of its key
 
     def parent_of(self, index: int) -> bytes:
         return self.parents[index] if self.parents else b""

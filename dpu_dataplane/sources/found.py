@@ -72,9 +72,7 @@ Found = Stored | Cold | Unanswered | None  # A source's answer for one key; None
 class Fault:
     """Why a stored value cannot be used.
 
-    Attributes:
-        replaceable: A Store may replace the value. False for a record that others can use: one of another
-            namespace, or one in a codec that this build lacks.
+    A Store may replace it, but not a record of another namespace, or in a codec that this build lacks: others use it.
     """
 
     outcome: pb.Outcome  # CORRUPT, MISMATCH, NOT_A_RECORD or UNSUPPORTED_CODEC

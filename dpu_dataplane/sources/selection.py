@@ -3,8 +3,8 @@
 from dpu_dataplane.config import NODES_MAX, DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.sources.resp.cluster import ServerCluster
-from dpu_dataplane.sources.resp.members import FollowedServers
 from dpu_dataplane.sources.resp.server import OneServer
+from dpu_dataplane.sources.resp.several import SeveralServers
 from dpu_dataplane.sources.resp.source import RespSource
 from dpu_dataplane.sources.source import Resources, Source
 from dpu_dataplane.sources.tiers.source import TieredSource
@@ -30,5 +30,5 @@ def _servers_of(config: DataPlaneConfig, metrics: Metrics) -> RespSource | None:
     if config.storage_cluster:
         return ServerCluster(config, metrics)
     if config.storage_nodes:
-        return FollowedServers(config, metrics)
+        return SeveralServers(config, metrics)
     return OneServer(config, metrics) if config.storage else None

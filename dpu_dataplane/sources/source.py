@@ -5,7 +5,7 @@ then brings the bodies of that batch to the pipeline, and it accepts new records
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, Self
@@ -28,6 +28,12 @@ from shadowserve.proto import dataplane_pb2 as pb
 QUESTION_KEYS_MAX: Final = 8192  # most keys in one request to a source: 16 ranks' chains of 128K tokens
 
 
+def questions(keys: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield the keys of each request to a source."""
+    for first in range(0, len(keys), QUESTION_KEYS_MAX):
+        yield keys[first : first + QUESTION_KEYS_MAX]
+
+
 @dataclass(frozen=True)
 class Failure:
     """Why a piece was not delivered."""
@@ -41,14 +47,9 @@ class Failure:
 
 @dataclass
 class Delivered:
-    """Result of a plan.
+    """Result of a plan. A piece was SKIPPED if it was not tried, or another piece of its group has failed before it."""
 
-    Attributes:
-        results: For each piece: OK if it is in place; SKIPPED if it was not tried, or became useless because
-            another piece of its group has failed; otherwise why it failed.
-    """
-
-    results: npt.NDArray[np.uint32]
+    results: npt.NDArray[np.uint32]  # of each piece: OK if it is in place, SKIPPED, or why it failed
     failures: dict[int, Failure] = field(default_factory=dict)  # failed pieces, by id
     received_bytes: int = 0  # bytes read
     tier_bytes: int = 0  # of these, from local tiers

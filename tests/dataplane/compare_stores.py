@@ -7,24 +7,22 @@ All processes share one machine's cores. So the numbers show the cost of each st
 
 import argparse
 import asyncio
-import contextlib
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from cluster_support import Cluster, cluster_config  # noqa: E402
-from dataplane_support import Client, Server, config, keys_of, kv, layout  # noqa: E402
+from dataplane_support import Server, config, keys_of, kv, layout, serving  # noqa: E402
 from machine import WAIT_MAX_MS  # noqa: E402
 from tls_support import TlsServer  # noqa: E402
 
 from dpu_dataplane import catalog  # noqa: E402
-from dpu_dataplane.server import Daemon  # noqa: E402
 from shadowserve.proto import dataplane_pb2 as pb  # noqa: E402
 
 SHAPE = layout("binned", layers=32, vector_length=1024, tokens=256)
@@ -32,22 +30,10 @@ BUFFERS = {"decompression_buffer_bytes": "512MiB", "store_buffer_bytes": "64MiB"
 catalog.HEADER_CACHE_BYTES = 0  # each fetch requests its headers
 
 
-@contextlib.asynccontextmanager
-async def serving(values: Any, chunks: int) -> AsyncIterator[Client]:
-    async with Daemon(values) as daemon:
-        client = Client(daemon.address)
-        try:
-            yield await client.register(SHAPE, chunks)
-        finally:
-            await client.close()
-
-
 async def measure(name: str, values: Any, chunks: int, repeats: int) -> None:
     keys = keys_of(SHAPE, chunks)
-    async with serving(values, chunks) as client:
-        for index in range(chunks):
-            size = SHAPE.raw_bytes
-            client.segment.memory[index * size : (index + 1) * size] = memoryview(kv(SHAPE, index % 4))
+    async with serving(SHAPE, chunks, values) as (_, client):
+        client.write([kv(SHAPE, index % 4) for index in range(chunks)])
         stored = await client.store(keys, timeout_ms=WAIT_MAX_MS)
         assert stored.outcome == pb.OUTCOME_COMPLETE, stored.detail
         lookups, fetches = [], []
@@ -80,12 +66,8 @@ async def compare(chunks: int, repeats: int, folder: Path) -> None:
     for number, (name, make, configure) in enumerate(ways):
         at = folder / str(number)
         at.mkdir()
-        store = make(at)
-        try:
-            store.start()
+        with make(at) as store:
             await measure(name, configure(store), chunks, repeats)
-        finally:
-            store.kill()
 
 
 def main() -> None:

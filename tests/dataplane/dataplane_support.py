@@ -128,6 +128,13 @@ class Server:
         with Redis(port=self.port, password=self.password or None, decode_responses=True) as client:
             return client.execute_command(*command)
 
+    def get(self, key: bytes) -> bytes:
+        """Return the value under a chunk's key."""
+        from redis import Redis
+
+        with Redis(port=self.port) as client:
+            return bytes(client.get(storage_key(key)))
+
     def calls(self) -> dict[str, int]:
         """Return the number of executions of each command."""
         found = self.ask("INFO", "commandstats")
@@ -424,7 +431,8 @@ class Client:
         )
 
     async def stores(self, keys: list[bytes], **changes: Any) -> "Stored":
-        """Store, and check that all chunks are stored."""
+        """Store ``kvs``, and check that all chunks are stored."""
+        self.fill(len(keys))
         answer = await self.store(keys, **changes)
         assert (answer.chunks, answer.outcome) == (len(keys), pb.OUTCOME_COMPLETE), answer
         return answer
@@ -447,10 +455,14 @@ class Client:
     def chunks(self, count: int) -> list[bytes]:
         return [self.chunk(index) for index in range(count)]
 
+    def write(self, chunks: Sequence[bytes]) -> None:
+        """Write chunks into the segment."""
+        data = b"".join(chunks)
+        self.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
+
     def fill(self, count: int) -> None:
         """Write ``kvs`` into the segment."""
-        data = b"".join(kvs(self.shape, count))
-        self.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
+        self.write(kvs(self.shape, count))
 
     async def close(self) -> None:
         await self.channel.close()

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-from dataplane_support import Client, layout, listening, make_record, serving
+from dataplane_support import Client, Server, keys_of, layout, listening, make_record, serving
 
 from dpu_dataplane.server import Daemon
 from shadowserve.chunk import ChunkLayout
 from shadowserve.keys import storage_key
+from shadowserve.placement import Placement, partition_of
 from shadowserve.record import header_length
 from shadowserve.resp import NEED_DATA, CommandReader, Limits
 
@@ -18,31 +19,20 @@ _LIMITS = Limits(bulk_bytes_max=1 << 26, total_bytes_max=1 << 27, large_bulk_byt
 
 
 class ScriptedNode:
-    """A node that knows the commands of a data plane, except for KV.LAYERS and publications.
-
-    Attributes:
-        load: The answer to KV.LOAD; None for a node that does not know it.
-        lifetimes: Milliseconds to the expiry of records that have one, by name.
-        asked: Number of commands by name.
-        refused: Commands that get an error.
-        held: Commands that get no answer until :meth:`free`.
-        cuts_at: Number of range requests after which it closes all connections; None for never.
-        lie: Function of the words of a command; its result, unless None, is the answer.
-        part_bytes: Bytes of the answer to a range request after which it closes; None for all.
-    """
+    """A node that knows the commands of a data plane, except for KV.LAYERS and publications."""
 
     def __init__(self) -> None:
         self.address = ""
         self.records: dict[bytes, bytes] = {}
-        self.lifetimes: dict[bytes, int] = {}
-        self.load: int | None = 0
-        self.asked: Counter[str] = Counter()
-        self.refused: Sequence[str] = ()
-        self.held: Sequence[str] = ()
+        self.lifetimes: dict[bytes, int] = {}  # milliseconds to the expiry of records that have one, by name
+        self.load: int | None = 0  # the answer to KV.LOAD; None for a node that does not know it
+        self.asked: Counter[str] = Counter()  # number of commands by name
+        self.refused: Sequence[str] = ()  # commands that get an error
+        self.held: Sequence[str] = ()  # commands that get no answer until :meth:`free`
         self.waiting = 0  # commands of ``held`` without an answer
-        self.cuts_at: int | None = None
-        self.lie: Callable[[list[bytes]], bytes | None] = lambda words: None
-        self.part_bytes: int | None = None
+        self.cuts_at: int | None = None  # number of range requests after which it closes all connections
+        self.lie: Callable[[list[bytes]], bytes | None] = lambda words: None  # its result, unless None, is the answer
+        self.part_bytes: int | None = None  # bytes of the answer to a range request after which it closes
         self._free = asyncio.Event()
         self._writers: dict[asyncio.StreamWriter, set[str]] = {}  # with the commands that came over each
 
@@ -140,7 +130,41 @@ async def fleet(
 ) -> AsyncIterator[tuple[list[ScriptedNode], Daemon, Client]]:
     """Scripted nodes, a data plane over them, and a client with memory for some chunks."""
     async with scripted_nodes(count) as nodes:
-        addresses = [node.address for node in nodes]
-        options = {"storage_nodes": addresses} | changes
+        options = {"storage_nodes": addresses(nodes)} | changes
         async with serving(shape or layout(), chunks, "127.0.0.1:1", **options) as (daemon, client):
             yield nodes, daemon, client
+
+
+# ---- Chains and the nodes that have them
+
+
+def addresses(nodes: Sequence[Server | ScriptedNode]) -> list[str]:
+    return [node.address for node in nodes]
+
+
+def choices(nodes: Sequence[Server | ScriptedNode], key: bytes) -> tuple[str, ...]:
+    return Placement(dict.fromkeys(addresses(nodes), 1.0)).ranking(partition_of(key))
+
+
+def own_chain(
+    nodes: Sequence[Server | ScriptedNode],
+    node: Server | ScriptedNode,
+    first_seed: int = 0,
+    chunks: int = 6,
+    seconds: int = 1,
+) -> list[bytes]:
+    """Return the keys of a chain whose first choice is a node, with at least ``seconds`` second choices."""
+    for seed in range(first_seed, first_seed + 1000):
+        keys = keys_of(layout(), chunks, seed)
+        firsts, others = ({choices(nodes, key)[place] for key in keys} for place in (0, 1))
+        if firsts == {node.address} and len(others) >= seconds:
+            return keys
+    raise AssertionError("no such chain")
+
+
+def spread_chain(
+    nodes: Sequence[Server | ScriptedNode], chunks: int, shape: ChunkLayout | None = None, within: int | None = None
+) -> list[bytes]:
+    """Return the keys of a chain whose first ``within`` chunks, by default all, are on all nodes."""
+    chains = (keys_of(shape or layout(), chunks, seed) for seed in range(1000))
+    return next(keys for keys in chains if len({choices(nodes, key)[0] for key in keys[:within]}) == len(nodes))

@@ -25,30 +25,19 @@ _LIMITS = Limits(bulk_bytes_max=1 << 26, total_bytes_max=1 << 27, large_bulk_byt
 
 
 class ScriptedSource(Source):
-    """Records by key.
-
-    Attributes:
-        records: Records of the source.
-        copies: Records that a non-authoritative plan reads instead; empty for none.
-        away: Reason why the source is unreachable; None while it is reachable.
-        free: Event; while it is cleared, the source does not answer.
-        asked: Received commands for bytes.
-        damaged: Keys whose next bytes are damaged.
-        cuts: Number of connections to close at their next command.
-        recovered: Number of plans that were followed by an update of the map of nodes.
-    """
+    """Records by key."""
 
     def __init__(self, resources: Resources) -> None:
         self.name = "a script"
         self.records: dict[bytes, bytes] = {}
-        self.copies: dict[bytes, bytes] = {}
-        self.away: StorageError | None = None
-        self.free = asyncio.Event()
+        self.copies: dict[bytes, bytes] = {}  # records that a non-authoritative plan reads instead; empty for none
+        self.away: StorageError | None = None  # why the source is unreachable
+        self.free = asyncio.Event()  # while it is cleared, the source does not answer
         self.free.set()
-        self.asked: list[bytes] = []
-        self.damaged: list[bytes] = []
-        self.cuts = 0
-        self.recovered = 0
+        self.asked: list[bytes] = []  # received commands for bytes
+        self.damaged: list[bytes] = []  # keys whose next bytes are damaged
+        self.cuts = 0  # number of connections to close at their next command
+        self.recovered = 0  # number of plans that were followed by an update of the map of nodes
         self._pipeline = resources.pipeline
         self._fetching = resources.fetching
         self._storing = resources.storing

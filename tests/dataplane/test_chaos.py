@@ -33,12 +33,10 @@ async def call_at_random(daemon: Daemon, caller: int, stop: asyncio.Event) -> in
     delivered = 0
     try:
         await client.register(SHAPE, CHUNKS)
-        size = SHAPE.raw_bytes
         while not stop.is_set():
             timeout = luck.choice([5, 30, 5000])
             if luck.random() < 0.4:
-                for index, data in enumerate(EXPECTED[caller]):
-                    client.segment.memory[index * size : (index + 1) * size] = memoryview(data)
+                client.write(EXPECTED[caller])
                 answer: Fetched | Stored = await client.store(
                     KEYS[caller], timeout_ms=timeout, job_id=f"store-{caller}-{client._jobs}"
                 )

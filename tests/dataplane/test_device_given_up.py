@@ -47,12 +47,9 @@ class Daemon(DaemonProcess):
 @contextlib.asynccontextmanager
 async def served(storage: Server, folder: Path, **changes: Any) -> AsyncIterator[tuple[Daemon, Client]]:
     storage.fill(SHAPE, KEYS, codec="deflate")
-    daemon = Daemon(storage, folder, **changes)
-    try:
+    with contextlib.closing(Daemon(storage, folder, **changes)) as daemon:
         async with client_of(daemon) as client:
             yield daemon, await client.register(SHAPE, 4)
-    finally:
-        daemon.close()
 
 
 @pytest.fixture

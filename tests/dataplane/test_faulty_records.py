@@ -169,7 +169,7 @@ async def test_storing_a_quarantined_key_releases_it(redis: Server) -> None:
         answer = await offer(redis, client, SHAPE, GOOD[1][:-5] + b"wrong")
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_CORRUPT, 1)
         assert list((await client.lookup(KEYS)).hits) == [1]
-        client.segment.memory[: SHAPE.raw_bytes] = memoryview(kv(SHAPE, 1))
+        client.write([kv(SHAPE, 1)])
         stored = await client.store(KEYS[1:2])
         assert (stored.outcome, stored.chunks) == (pb.OUTCOME_COMPLETE, 1)
         assert list((await client.lookup(KEYS)).hits) == [3]

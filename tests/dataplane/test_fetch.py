@@ -51,7 +51,7 @@ async def test_every_quantizer_and_codec_is_delivered_exactly(storage: Server, w
             await client.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=client.memory_id))
 
 
-async def test_a_chunk_of_many_slices_arrives_whole(client: Client, storage: Server) -> None:
+async def test_a_chunk_of_many_slices_arrives_whole(storage: Server) -> None:
     # A slice spans at most 2 MiB: one (layer, kind) of 5 tokens x 1 MiB has three slices.
     shape = layout("lossless", "uint8", layers=1, kinds=1, tokens=5, vector_length=1 << 20)
     assert shape.slice_count == 3
@@ -112,13 +112,11 @@ async def test_a_lookup_reports_chunks_after_a_gap(client: Client, storage: Serv
     assert again.present == answer.present
 
 
-async def test_statistics_add_up(client: Client, storage: Server) -> None:
+async def test_statistics_add_up(client: Client) -> None:
     shape = layout()
     keys = keys_of(shape, 3)
     await client.register(shape, 4)
-    for index in range(3):
-        client.segment.memory[index * shape.raw_bytes : (index + 1) * shape.raw_bytes] = memoryview(kv(shape, index))
-    stored = await client.store(keys)
+    stored = await client.stores(keys)
     fetched = await client.fetch([*keys, bytes(32)])
     statistics = await client.stub.Statistics(pb.StatisticsRequest())
     assert dict(statistics.fetch_outcomes) == {"absent": 1}

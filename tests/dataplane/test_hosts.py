@@ -214,9 +214,12 @@ async def test_a_host_cannot_use_up_other_hosts_shares_of_memory(storage: Server
         another(daemon) as theirs,
     ):
         await ours.register(SHAPE, 4)
-        await refused(ours.register(SHAPE, 9), EXHAUSTED, f"its share is {3 * size}", "registered_bytes_max")
+        share = f"its share is {3 * size}: registered_bytes_max ({6 * size}) divided by hosts_max (2)"
+        await refused(ours.register(SHAPE, 9), EXHAUSTED, share, "raise registered_bytes_max")
         await ours.register(SHAPE, 4)
-        await refused(ours.register(SHAPE, 4), EXHAUSTED, "has registered 2 regions", "registrations_max")
+        share = "has registered 2 regions of memory and asks for 1 more; its share is 2: registrations_max (4) divided"
+        error = await refused(ours.register(SHAPE, 4), EXHAUSTED, share, "raise registrations_max")
+        assert "running" not in (error.details() or ""), "other hosts have room: it is not asked to end an engine"
         await theirs.register(SHAPE, 4)
         await theirs.register(SHAPE, 8)
         await ours.stub.ReleaseMemory(pb.ReleaseMemoryRequest(memory_id=ours.memory_id))

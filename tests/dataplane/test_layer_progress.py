@@ -292,18 +292,14 @@ async def test_a_stream_into_unknown_memory_is_an_outcome(client: Client, storag
     assert (layers, answer.outcome) == ([], pb.OUTCOME_UNKNOWN_MEMORY)
 
 
-class Gate:
+class Gate(asyncio.Semaphore):
     """Permits a number of commands."""
 
-    def __init__(self) -> None:
-        self._passes = asyncio.Semaphore(0)
-
-    async def wait(self) -> None:
-        await self._passes.acquire()
+    wait = asyncio.Semaphore.acquire
 
     def open(self, count: int) -> None:
         for _ in range(count):
-            self._passes.release()
+            self.release()
 
 
 @pytest.fixture
@@ -313,8 +309,7 @@ async def gated(script: tuple[ScriptedSource, Client]) -> Any:
     source.records = {key: make_record(SHAPE, key, index) for index, key in enumerate(KEYS)}
     await client.register(SHAPE, CHUNKS)
     assert (await client.lookup(KEYS)).hits == [CHUNKS]
-    gate = Gate()
-    source.free = gate
+    source.free = gate = Gate(0)
     yield gate, client
     gate.open(1000)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,7 @@ async def test_truncated_memory_is_removed_and_no_other(
 ) -> None:
     storage = mortal_storage
     storage.fill(SHAPE, KEYS)
-    daemon = DaemonProcess(storage, tmp_path, command_timeout_s=NEVER_S, **way)
-    try:
+    with closing(DaemonProcess(storage, tmp_path, command_timeout_s=NEVER_S, **way)) as daemon:
         async with client_of(daemon) as bad, client_of(daemon) as good:
             await good.register(SHAPE, 4)
 
@@ -99,5 +99,3 @@ async def test_truncated_memory_is_removed_and_no_other(
         assert daemon.stop() == 0
         log = daemon.log.read_text()
         assert "Traceback" not in log and log.count("is shorter now") == 4, "the log must have one line for each"
-    finally:
-        daemon.close()

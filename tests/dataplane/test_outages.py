@@ -223,7 +223,6 @@ async def test_a_broken_put_is_retried_once(liar: ScriptedNode) -> None:
 
     liar.records.clear()
     async with serving(SHAPE, 6, liar.address, codec="kvrans") as (_, client):
-        client.fill(6)
         liar.lie = break_once
         await client.stores(KEYS)
         assert liar.records == {storage_key(key): data for key, data in zip(KEYS, RECORDS, strict=True)}

@@ -153,9 +153,7 @@ class Held:
 
 
 async def store_plain(client: Client) -> None:
-    client.fill(CHUNKS)
-    answer = await client.store(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
-    assert answer.outcome == pb.OUTCOME_COMPLETE, answer
+    await client.stores(KEYS, plain=True, parents=[b"", *KEYS[:-1]])
 
 
 async def written(daemon: Daemon) -> None:

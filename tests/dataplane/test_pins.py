@@ -45,7 +45,6 @@ async def until_pinned(count: int, *servers: Server) -> None:
 
 async def test_records_are_pinned_that_are_stored_now_or_later_and_no_others(server: Server) -> None:
     async with serving(SHAPE, CHUNKS, server) as (_, client):
-        client.fill(CHUNKS)
         await client.stores(KEYS[:2])
         await pins(client, KEYS)
         assert pinned(server) == 2
@@ -98,7 +97,6 @@ async def test_a_ttl_puts_no_end_on_a_record_that_another_request_has_stored(
 ) -> None:
     storage: Server = request.getfixturevalue(kind)
     async with serving(SHAPE, CHUNKS, storage) as (daemon, client):
-        client.fill(CHUNKS)
         await client.stores(KEYS[:2])
 
         async def before_the_other_store(keys: list[bytes]) -> list[None]:
@@ -111,7 +109,6 @@ async def test_a_ttl_puts_no_end_on_a_record_that_another_request_has_stored(
 
 async def test_what_storage_does_not_pin_is_not_pinned_in_local_tiers(redis: Server) -> None:
     async with serving(SHAPE, CHUNKS, redis, tiers={"memory_budget_bytes": "1MiB"}) as (daemon, client):
-        client.fill(CHUNKS)
         await client.stores(KEYS)
         assert not (await pin(client, KEYS)).supported
         for seed in range(2, 40):
@@ -130,7 +127,6 @@ async def test_a_refused_pin_says_why_and_a_later_store_does_not_repeat_it(serve
     async with serving(SHAPE, CHUNKS, server) as (daemon, client):
         answer = await pin(client, [*KEYS, *OTHERS], 2**32 - 1)
         assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED and "pin_max_s" in answer.detail
-        client.fill(CHUNKS)
         await client.stores(OTHERS)
         await pins(client, KEYS[:1])
         assert pinned(server) == 1 and not daemon.metrics.totals["pins_refused"]
@@ -139,7 +135,6 @@ async def test_a_refused_pin_says_why_and_a_later_store_does_not_repeat_it(serve
 async def test_a_pin_that_is_refused_after_its_store_is_counted(start_server: StartServer) -> None:
     server = start_server("--pin-share", "0")
     async with serving(SHAPE, CHUNKS, server) as (daemon, client):
-        client.fill(CHUNKS)
         await pins(client, KEYS)
         await client.stores(KEYS)
         await until(lambda: daemon.metrics.totals["pins_refused"] == CHUNKS)
@@ -148,7 +143,6 @@ async def test_a_pin_that_is_refused_after_its_store_is_counted(start_server: St
 
 async def test_redis_knows_no_pins_and_serves_all_other_calls(redis: Server) -> None:
     async with serving(SHAPE, CHUNKS, redis) as (_, client):
-        client.fill(CHUNKS)
         for _ in range(2):
             answer = await pin(client, KEYS)
             assert (answer.outcome, answer.supported) == (pb.OUTCOME_COMPLETE, False)
@@ -159,7 +153,6 @@ async def test_several_nodes_pin_their_own_records(server: Server, start_server:
     other = start_server()
     chains = [keys_of(SHAPE, CHUNKS, seed) for seed in range(16)]
     async with serving(SHAPE, CHUNKS, "127.0.0.1:1", storage_nodes=[server.address, other.address]) as (_, client):
-        client.fill(CHUNKS)
         for chain in chains:
             await client.stores(chain)
         assert all(any(each.has(chain[0]) for chain in chains) for each in (server, other))
@@ -177,7 +170,6 @@ async def test_a_pinned_record_stays_in_local_tiers_and_one_with_a_ttl_is_stored
     tiers = {"memory_budget_bytes": "1MiB"}
     options: dict[str, Any] = {"tiers": tiers} if below else {"tiers": tiers, "storage": ""}
     async with serving(SHAPE, CHUNKS, server, **options) as (_, client):
-        client.fill(CHUNKS)
         await client.stores(KEYS)
         await pins(client, KEYS)
         for seed in range(2, 40):

@@ -109,8 +109,7 @@ async def test_records_of_a_waiting_request_are_prefetched_into_memory(
 
 async def test_records_on_a_device_are_prefetched_into_memory(tmp_path: Path) -> None:
     async with serving(SHAPE, 6, "", tiers=tiers_of(tmp_path)) as (daemon, client):
-        client.fill(6)
-        assert (await client.store(CHAINS[0])).chunks == 6
+        await client.stores(CHAINS[0])
         await cool(daemon)
         assert resident(daemon, CHAINS[0]) == [False] * 6
         await Queue(client).say({1: CHAINS[0]})

@@ -40,14 +40,11 @@ MIB = 1 << 20
 @contextlib.asynccontextmanager
 async def served(server: Server, folder: Path, chunks: int = 4, **changes: Any) -> AsyncIterator[tuple[Any, Client]]:
     """A daemon with a client that has registered memory; headers of KEYS are cached."""
-    daemon = DaemonProcess(server, folder, **changes)
-    try:
+    with contextlib.closing(DaemonProcess(server, folder, **changes)) as daemon:
         async with client_of(daemon) as client:
             await client.register(SHAPE, chunks)
             await client.lookup(KEYS)
             yield daemon, client
-    finally:
-        daemon.close()
 
 
 @pytest.mark.usefixtures("background")

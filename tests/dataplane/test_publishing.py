@@ -134,8 +134,7 @@ async def test_local_tiers_report_pending_keys_until_stored_or_withdrawn() -> No
         assert await pending(client) == [False] * 4
         assert (await publish(client, KEYS, plain=True)).reach == pb.REACH_ALL
         assert await pending(client) == [True] * 4
-        client.fill(1)
-        assert (await client.store(KEYS[:1])).outcome == pb.OUTCOME_COMPLETE
+        await client.stores(KEYS[:1])
         assert await pending(client) == [False, True, True, True]
         await publish(client, KEYS[1:2], 0)
         assert await pending(client) == [False, False, True, True]
@@ -168,8 +167,7 @@ async def test_plain_records_are_pending_on_their_own_data_plane_only(mortal_sto
         assert (await publish(prefill, KEYS[2:])).reach == pb.REACH_ALL
         assert await pending(prefill) == [True] * 4, "engines of the same data plane must see them"
         assert await pending(decode) == [False, False, True, True]
-        prefill.fill(1)
-        assert (await prefill.store(KEYS[:1], plain=True)).outcome == pb.OUTCOME_COMPLETE
+        await prefill.stores(KEYS[:1], plain=True)
         assert await pending(prefill) == [False, True, True, True]
         assert (await publish(decode, KEYS, plain=True)).reach == pb.REACH_ALL, "without devices they go to storage"
 

@@ -154,14 +154,6 @@ def _bulk(word: bytes) -> bytes:
     return b"$%d\r\n%b\r\n" % (len(word), word)
 
 
-def commands_used(storage: Server) -> set[str]:
-    """Return the names of all commands that a storage node has served."""
-    from redis import Redis
-
-    with Redis(port=storage.port, decode_responses=True) as connection:
-        return {name.removeprefix("cmdstat_").upper() for name in connection.info("commandstats")}
-
-
 @pytest.fixture(scope="module")
 def recording() -> Any:
     if os.environ.get("TEST_RECORD"):
@@ -176,7 +168,7 @@ async def test_a_data_plane_answers_the_recorded_calls_of_an_engine(mortal_stora
     for call, answer in zip(recording["calls"], answers, strict=True):
         assert answer == call["answer"], call["method"]
     # And it sends a storage node of that release no command that this does not know.
-    assert commands_used(mortal_storage) <= set(recording["commands_of_the_data_plane"])
+    assert {name.upper() for name in mortal_storage.calls()} <= set(recording["commands_of_the_data_plane"])
 
 
 def test_a_storage_node_answers_the_recorded_commands(storage: Server, recording: Any) -> None:
@@ -198,7 +190,7 @@ async def record() -> None:
             calls = [(method, message.SerializeToString(deterministic=True)) for method, message in messages()]
             async with running(storage) as (daemon, _):
                 answers = await play(daemon.address, calls, Reader(description))
-            used = sorted(commands_used(storage))
+            used = sorted(name.upper() for name in storage.calls())
             commands = [[word.decode() if isinstance(word, bytes) else word for word in each] for each in COMMANDS]
             replies = converse(storage, commands)
         finally:

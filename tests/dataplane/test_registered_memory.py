@@ -12,7 +12,6 @@ from machine import WAIT_MAX_S
 from dpu_dataplane.server import Daemon
 from host_control.client import DataPlaneClient
 from host_control.registered_memory import RegisteredMemory
-from shadowserve.errors import DataPlaneError
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message
 
@@ -42,25 +41,6 @@ async def test_eight_workers_of_six_groups_fit_the_defaults(storage: Server, hos
 
     async with Daemon(config(storage, hosts_max=hosts_max)) as daemon:
         assert await asyncio.to_thread(register, daemon.address) == 16
-
-
-async def test_a_refusal_beyond_a_share_names_the_share_and_the_key_to_raise(storage: Server) -> None:
-    def refusal(address: str) -> str:
-        with worker(address) as (fetched, stored):
-            fetched.acquire(WAIT_MAX_S)
-            with pytest.raises(DataPlaneError) as caught:
-                stored.acquire(WAIT_MAX_S)
-            assert caught.value.outcome == "refused"
-            return str(caught.value)
-
-    async with Daemon(config(storage, hosts_max=2, registrations_max=3)) as daemon:
-        message = await asyncio.to_thread(refusal, daemon.address)
-    assert "its share is 1: registrations_max (3) divided by hosts_max (2)" in message, message
-    assert "raise registrations_max" in message and "running" not in message, message
-    async with Daemon(config(storage, hosts_max=2, registered_bytes_max=3 * SIZE)) as daemon:
-        message = await asyncio.to_thread(refusal, daemon.address)
-    assert f"its share is {3 * SIZE // 2}: registered_bytes_max ({3 * SIZE}) divided by hosts_max (2)" in message
-    assert "raise registered_bytes_max" in message and "running" not in message, message
 
 
 async def test_memory_of_ended_processes_is_removed_when_room_is_needed(storage: Server) -> None:

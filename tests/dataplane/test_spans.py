@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -66,15 +67,12 @@ async def test_other_servers_get_no_command_of_ours_and_a_lost_collector_costs_n
     redis.fill(SHAPE, KEYS)
     with Redis(port=redis.port) as connection:
         connection.config_resetstat()
-        daemon = DaemonProcess(redis, tmp_path, otlp_endpoint="http://127.0.0.1:9")
-        try:
+        with closing(DaemonProcess(redis, tmp_path, otlp_endpoint="http://127.0.0.1:9")) as daemon:
             async with asyncio.timeout(WAIT_MAX_S), client_of(daemon) as client:
                 await client.register(SHAPE, len(KEYS))
                 caused_by(client, f"00-{'1' * 32}-{PARENT}-01")
                 for _ in range(40):
                     await client.fetches(KEYS, len(KEYS))
-        finally:
-            daemon.close()
         assert connection.info("commandstats")["cmdstat_command|info"]["calls"] > 2
         assert connection.info("errorstats")["errorstat_ERR"]["count"] == 1, "more than KV.META was unknown"
     assert "Traceback" not in (tmp_path / "daemon.log").read_text()

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from dataplane_support import (
     BACKENDS,
@@ -86,8 +85,7 @@ async def store(
     client: Client, indexes: Sequence[int] = range(6), shape: Any = SHAPE, keys: Any = KEYS, **more: Any
 ) -> list[bool]:
     """Store chunks. Return for each chunk whether it is stored."""
-    data = b"".join(kv(shape, index) for index in indexes)
-    client.segment.memory[: len(data)] = np.frombuffer(data, np.uint8)
+    client.write([kv(shape, index) for index in indexes])
     return (await client.store([keys[index] for index in indexes], **more)).stored
 
 
@@ -430,8 +428,9 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
     request = pb.LookupRequest(chains=[pb.KeyChain(keys=keys, namespace=SHAPE.namespace)], timeout_ms=NEVER_MS)
     survived = 0
     for kill in itertools.count(1):  # at later and later moments, until a record has survived
-        process = DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
-        try:
+        with contextlib.closing(
+            DaemonProcess(storage, tmp_path, tiers=tiers_of(tmp_path), storage=storage.address)
+        ) as process:
             async with client_of(process) as client:
                 await client.register(SHAPE, 24)
                 survived = (await client.stub.Lookup(request)).tiers[0].count(pb.TIER_DEVICE)
@@ -441,8 +440,6 @@ async def test_a_daemon_killed_during_a_fill_recovers_whole_records_only(storage
                 await asyncio.sleep(chance.uniform(0.0, 0.05 * kill))
                 process.process.send_signal(signal.SIGKILL)
                 await asyncio.gather(fetching, return_exceptions=True)
-        finally:
-            process.close()
     async with serving(SHAPE, 24, "", tiers=tiers_of(tmp_path)) as (_, client):
         present = [index for index, there in enumerate((await client.lookup(keys)).present[0]) if there]
         assert len(present) == survived

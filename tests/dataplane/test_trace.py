@@ -7,7 +7,6 @@ import grpc
 import pytest
 from dataplane_support import FAILED, WAYS, Client, Server, keys_of, kv, layout, refused, repeat, running, way_name
 from machine import NEVER_MS
-from redis import Redis
 
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -116,9 +115,7 @@ async def test_without_room_for_events_there_is_no_recording(storage: Server) ->
 
 def commands(storage: Server) -> int:
     """Return the number of commands that the server has executed, without this one."""
-    with Redis(port=storage.port) as connection:
-        statistics: Any = connection.info("stats")
-        return int(statistics["total_commands_processed"])
+    return int(storage.ask("INFO", "stats")["total_commands_processed"])
 
 
 async def test_a_fetch_after_a_lookup_reads_no_headers(storage: Server) -> None:

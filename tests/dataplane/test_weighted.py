@@ -23,7 +23,6 @@ from dpu_dataplane.config import codec_name
 from shadowserve import native, record
 from shadowserve.calibration import Steps
 from shadowserve.chunk import ChunkLayout
-from shadowserve.keys import storage_key
 from shadowserve.proto import dataplane_pb2 as pb
 from shadowserve.proto.convert import layout_message, steps_message
 
@@ -80,10 +79,7 @@ async def test_weighted_chunks_are_stored_and_fetched_with_the_steps_of_their_sh
         answer = await client.store(keys, layout=1, positions=POSITIONS)
         assert (answer.outcome, answer.chunks) == (pb.OUTCOME_COMPLETE, CHUNKS), answer.detail
         assert answer.stored_bytes == sum(map(len, records))
-        from redis import Redis
-
-        with Redis(port=storage.port) as connection:
-            assert [connection.get(storage_key(key)) for key in keys] == records
+        assert list(map(storage.get, keys)) == records
         for order in (pb.ORDER_CHUNKS, pb.ORDER_LAYERS):
             client.segment.memory[:] = 0
             await client.fetches(keys, CHUNKS, layout=1, order=order)

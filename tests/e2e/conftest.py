@@ -3,6 +3,7 @@
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / na
 
 from engine import PATIENT, Engine  # noqa: E402
 from family_fixture import family  # noqa: E402, F401
+from kit import SEEDED  # noqa: E402
 from machine import free_port, python_path  # noqa: E402
 from preloaded import IMPORTED_BY_WORKERS  # noqa: E402
 from scripted import ScriptedDataPlane  # noqa: E402
@@ -31,8 +33,6 @@ PROMPTS = {
 }
 """Number of tokens that :func:`reference` generates, by arguments of :func:`prompt`. Prompts with the same seed are
 prefixes of each other."""
-SEEDED = {"temperature": 1.0, "seed": 11}
-"""Sampling parameters of :func:`seeded_reference`."""
 
 
 @pytest.fixture(scope="session")
@@ -76,8 +76,7 @@ def plain_outputs(
     A process can only have one engine at a time, and a start takes seconds. So this runs all prompts of all tests in
     advance. It also checks that a wrong first chunk would change each output.
     """
-    engine = make_engine(None, enable_prefix_caching=False)
-    try:
+    with closing(make_engine(None, enable_prefix_caching=False)) as engine:
         prompts = {arguments: prompt(*arguments) for arguments in PROMPTS}
         known: dict[tuple[int, ...], list[int]] = {}
         for count in set(PROMPTS.values()):
@@ -85,10 +84,8 @@ def plain_outputs(
             known.update(zip(map(tuple, batch), engine.outputs(batch, count), strict=True))
         chunked = [tokens for tokens in prompts.values() if len(tokens) >= CHUNK]
         long = [tokens for tokens in chunked if len(tokens) in (700, 1000)]
-        seeded = {tuple(tokens): list(engine.generate([tokens], **SEEDED)[0].outputs[0].token_ids) for tokens in long}
+        seeded = {tuple(tokens): engine.served(tokens, **SEEDED)[0] for tokens in long}
         engine.assert_sensitive(chunked, [known[tuple(tokens)][:OUTPUT] for tokens in chunked])
-    finally:
-        engine.close()
     return known, seeded
 
 
@@ -107,23 +104,17 @@ def serve(prompt: Callable[..., list[int]], reference: Callable[..., list[list[i
     """Return a function that serves one prompt, checks its output, and returns the number of cached tokens."""
 
     def served(engine: Engine, length: int, seed: int = 0, tokens: int = OUTPUT) -> int:
-        (output,) = engine.generate([prompt(length, seed)], tokens)
-        assert list(output.outputs[0].token_ids) == reference([prompt(length, seed)], tokens)[0]
-        return int(output.num_cached_tokens or 0)
+        output, cached = engine.served(prompt(length, seed), tokens)
+        assert output == reference([prompt(length, seed)], tokens)[0]
+        return cached
 
     return served
 
 
 @pytest.fixture(scope="session")
 def seeded_reference(plain_outputs: Any) -> Callable[[list[int]], list[int]]:
-    """Return a function prompt -> output of that engine with :data:`SEEDED`."""
+    """Return a function prompt -> output of that engine with :data:`kit.SEEDED`."""
     return lambda prompt: list(plain_outputs[1][tuple(prompt)])
-
-
-@pytest.fixture(scope="session")
-def seeded() -> dict[str, Any]:
-    """The sampling parameters of :func:`seeded_reference`."""
-    return SEEDED
 
 
 @pytest.fixture
@@ -137,19 +128,15 @@ def several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "get_mp_context", lambda: context)
 
 
-@pytest.fixture
-def data_plane() -> Iterator[ScriptedDataPlane]:
+def _scripted() -> Iterator[ScriptedDataPlane]:
     plane = ScriptedDataPlane()
     yield plane
     plane.stop()
 
 
-@pytest.fixture(scope="module")
-def plane() -> Iterator[ScriptedDataPlane]:
-    """A scripted data plane for all tests of a file."""
-    plane = ScriptedDataPlane()
-    yield plane
-    plane.stop()
+data_plane = pytest.fixture(_scripted, name="data_plane")
+plane = pytest.fixture(_scripted, scope="module", name="plane")
+"""A scripted data plane for all tests of a file."""
 
 
 @pytest.fixture(scope="module")

@@ -115,18 +115,10 @@ class _Sent:
 
 
 class Stress:
-    """Drives an engine.
+    """Drives an engine; ``expected`` has the outputs of an engine without the plugin, by prompt.
 
-    Args:
-        engine: Engine with the plugin.
-        expected: Outputs of an engine without the plugin, by prompt.
-        faults: Faults outside of the engine.
-        seed: Seed of the events.
-        priorities: True if requests have different priorities.
-        streams: True if several requests arrive at once, and their loads join each other's steps at random.
-
-    Attributes:
-        counts: Numbers of events, to detect a run without events.
+    With ``priorities`` requests have different ones. With ``streams`` several requests arrive at once, and their loads
+    join each other's steps at random.
     """
 
     def __init__(
@@ -154,14 +146,11 @@ class Stress:
         self._aborted: list[str] = []
         self._numbers = 0
         self.longest_s = 0.0
+        # To detect a run without events.
         self.counts: dict[str, int] = dict.fromkeys(("answers", "aborts", "resent", "resets", "preemptions"), 0)
 
     def run(self, requests: int) -> None:
-        """Send the given number of requests, check the answers, and check that nothing is left.
-
-        Raises:
-            AssertionError: An answer is wrong, a request does not end, or something is left.
-        """
+        """Send the given number of requests; check that all end with the right answer, and that nothing is left."""
         with self._preemptions():
             sent = 0
             while sent < requests:
@@ -328,23 +317,14 @@ class Processes(Faults):
 
 @dataclass(frozen=True)
 class Kind:
-    """An engine and its data plane.
+    """An engine and its data plane."""
 
-    Attributes:
-        extra: Configuration of the plugin.
-        options: Options of vLLM.
-        family: Family of the model.
-        devices: Devices of the data plane's tiers; None for a scripted data plane, which has no devices.
-        storage: True if there is storage below the tiers.
-        streams: True if several loads of a step go layer by layer side by side, whatever is predicted.
-    """
-
-    extra: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # configuration of the plugin
+    options: dict[str, Any] = field(default_factory=dict)  # options of vLLM
     family: str = "llama"
-    devices: int | None = None
-    storage: bool = False
-    streams: bool = False
+    devices: int | None = None  # of the data plane's tiers; None for a scripted data plane, which has no devices
+    storage: bool = False  # there is storage below the tiers
+    streams: bool = False  # several loads of a step go layer by layer side by side, whatever is predicted
 
 
 _UNSHARED: Final = {"enable_prefix_caching": False}

@@ -5,6 +5,9 @@ from typing import Any
 
 import numpy as np
 
+SEEDED = {"temperature": 1.0, "seed": 11}
+"""Sampling parameters of the fixture ``seeded_reference``."""
+
 
 def greedy(tokens: int = 8) -> Any:
     """Return sampling parameters for ``tokens`` greedy tokens."""

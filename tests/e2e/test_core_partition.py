@@ -30,19 +30,14 @@ LOAD = Load(chunks=2, documents=2, output=8, requests=8)
 
 
 class Watch:
-    """Samples all threads of a process: their allowed cores, and the core on which each last ran.
-
-    Attributes:
-        strays: (thread name, "may run" or "ran", core) for each sample with a forbidden core.
-        looks: Number of samples of single threads.
-    """
+    """Samples all threads of a process: their allowed cores, and the core on which each last ran."""
 
     def __init__(self, pid: int, forbidden: set[int]) -> None:
         self._tasks = Path(f"/proc/{pid}/task")
         self._forbidden = forbidden
         self._ran: dict[str, str] = {}
-        self.strays: set[tuple[str, str, int]] = set()
-        self.looks = 0
+        self.strays: set[tuple[str, str, int]] = set()  # thread, "may run" or "ran", and forbidden core
+        self.looks = 0  # number of samples of single threads
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,10 @@ def test_another_prefix_changes_the_demos_outputs(make_engine: Callable[..., Any
     documents = _documents({"documents": DOCUMENTS, "document_bytes": DOCUMENT_BYTES})
     question = PLAIN[1].format(question=QUESTIONS[0])
     prompts = [list(f"{text}{question}".encode()) for _, text in documents]
-    engine = make_engine(None, model=OWN_MODEL, max_model_len=4096)
-    try:
+    with closing(make_engine(None, model=OWN_MODEL, max_model_len=4096)) as engine:
         outputs = engine.outputs(prompts, OUTPUT)
         # In some documents, the small model's output does not depend on the first chunk.
         assert engine.outputs([with_another_first_chunk(prompt) for prompt in prompts], OUTPUT) != outputs
-    finally:
-        engine.close()
 
 
 def test_second_engine_fetches_and_agrees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

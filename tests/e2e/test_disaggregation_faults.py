@@ -4,6 +4,7 @@ With real storage nodes and data planes, and the engines' lookups, stores and lo
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -131,9 +132,8 @@ class Sides:
 
 @pytest.fixture
 def sides(request: pytest.FixtureRequest) -> Iterator[Sides]:
-    sides = Sides(loads_wait=getattr(request, "param", True))
-    yield sides
-    sides.close()
+    with closing(Sides(loads_wait=getattr(request, "param", True))) as sides:
+        yield sides
 
 
 @pytest.mark.parametrize("sides", [False], indirect=True)
@@ -150,8 +150,7 @@ def test_keys_are_published_again_after_a_storage_restart_and_expire_after_a_cra
 
 
 def store_garbage(sides: Sides) -> None:
-    host, port = sides.storage.address.rsplit(":", 1)
-    with Redis(host=host, port=int(port)) as connection:
+    with Redis.from_url(f"redis://{sides.storage.address}") as connection:
         for key in KEYS[2:]:
             connection.set(storage_key(key), b"no record of anything")
 

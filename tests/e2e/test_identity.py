@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ class Runs:
         """Return an engine's output, its output without the cache, and the number of cached tokens."""
         tick()
         extra = {"identity_cache": str(self._memory)}
-        engine = self._make_engine(self._plane.address, model=model, extra=extra, **options)
-        try:
+        with closing(self._make_engine(self._plane.address, model=model, extra=extra, **options)) as engine:
             output, cached = self._generate(engine, lora)
             engine.flush()
             stored = dict(self._plane.records)
@@ -36,8 +36,6 @@ class Runs:
             engine.flush()
             self._plane.records.clear()
             self._plane.records.update(stored)
-        finally:
-            engine.close()
         return output, alone, cached
 
     def _generate(self, engine: Any, lora: Any) -> tuple[list[int], int]:
@@ -138,9 +136,8 @@ def test_an_adapter_retrained_while_the_engine_runs_is_not_cached(
     folder, other = adapter(tmp_path / "adapter", 1), adapter(tmp_path / "other", 2)
     tick()
     options = {"enable_lora": True, "max_lora_rank": 8, "extra": {"identity_cache": "none"}}
-    engine = make_engine(data_plane.address, model=ASSET, **options)
     runs = Runs(make_engine, data_plane, prompt(LENGTH), tmp_path)
-    try:
+    with closing(make_engine(data_plane.address, model=ASSET, **options)) as engine:
         first, _ = runs._generate(engine, lora(folder))
         engine.flush()
         assert (len(data_plane.records), data_plane.fetches) == (2, [])
@@ -155,5 +152,3 @@ def test_an_adapter_retrained_while_the_engine_runs_is_not_cached(
         second, cached = runs._generate(engine, lora(folder))
         engine.flush()
         assert second != first and (cached, data_plane.records) == (0, {})
-    finally:
-        engine.close()

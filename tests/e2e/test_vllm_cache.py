@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import grpc
 import pytest
-from kit import greedy
+from kit import add, greedy
 from machine import NEVER_S, WAIT_MAX_S
 
 from shadowserve.proto import dataplane_pb2 as pb
@@ -19,22 +20,17 @@ LENGTHS = (31, 240, 256, 257, 300, 500, 512, 513, 700, 1000)
 @pytest.fixture(scope="module")
 def cold_outputs(plane: Any, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
     """Return the outputs of a first engine, which fills the store and is closed."""
-    engine = make_engine(plane.address)
-    try:
+    with closing(make_engine(plane.address)) as engine:
         outputs = [engine.outputs([prompt(length)])[0] for length in LENGTHS]
         engine.flush()
-    finally:
-        engine.close()
     return outputs
 
 
 @pytest.fixture(scope="module")
 def shared_engine(plane: Any, make_engine: Callable[..., Any], cold_outputs: Any) -> Iterator[Any]:
-    engine = make_engine(plane.address)
-    stored = dict(plane.records)
-    engine.stored = stored
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address)) as engine:
+        engine.stored = dict(plane.records)
+        yield engine
     assert plane.registrations == 0, "a closed engine leaves memory registered"
 
 
@@ -82,7 +78,7 @@ def test_local_prefix_within_a_chunk_is_kept(engine: Any, plane: Any, serve: Any
 
 
 def test_local_prefix_beyond_a_chunk_saves_fetching_it(engine: Any, plane: Any, prompt: Any, serve: Any) -> None:
-    (first,) = engine.generate([prompt(300)])
+    engine.outputs([prompt(300)])
     plane.fetches.clear()
     assert serve(engine, 1000) == 768
     assert [len(fetch.keys) for fetch in plane.fetches] == [2]
@@ -96,10 +92,9 @@ def test_a_chunk_with_generated_tokens_is_stored(engine: Any, plane: Any, refere
     engine.flush()
     assert len(plane.records) == 1
     engine.forget()
-    (output,) = engine.generate([start + generated], 50)
-    assert output.num_cached_tokens == 256
-    assert list(output.outputs[0].token_ids) == reference([start], 150)[0][100:150]
-    engine.assert_sensitive([start + generated], [list(output.outputs[0].token_ids)])
+    output, cached = engine.served(start + generated, 50)
+    assert (output, cached) == (reference([start], 150)[0][100:150], 256)
+    engine.assert_sensitive([start + generated], [output])
 
 
 def test_cache_salt_separates(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
@@ -116,7 +111,7 @@ def test_cache_salt_separates(engine: Any, plane: Any, reference: Any, prompt: A
 
 
 def test_prompt_logprobs_are_computed(engine: Any, reference: Any, prompt: Any) -> None:
-    (output,) = engine.generate([prompt(600, 2)])
+    engine.outputs([prompt(600, 2)])
     engine.flush()
     engine.forget()
     (output,) = engine.generate([prompt(600, 2)], prompt_logprobs=1)
@@ -202,12 +197,10 @@ def test_a_stalled_call_ends_by_its_deadline(engine: Any, plane: Any, reference:
 def test_an_abort_while_loading_frees_the_blocks_once_quiesced(
     engine: Any, plane: Any, prompt: Any, serve: Any
 ) -> None:
-    from vllm import SamplingParams
-
     free = engine.free_blocks()
     plane.script.fetch_delay = WAIT_MAX_S / 2
     llm_engine = engine.llm.llm_engine
-    llm_engine.add_request("doomed", {"prompt_token_ids": prompt(1000)}, SamplingParams(max_tokens=4))
+    add(engine, "doomed", prompt(1000))
     ends = time.monotonic() + WAIT_MAX_S
     while "Fetch" not in plane.calls:
         llm_engine.step()
@@ -252,9 +245,8 @@ def test_an_idle_step_ends_with_its_load(engine: Any, plane: Any, monkeypatch: p
 def test_a_load_does_not_delay_a_request_that_computes(engine: Any, plane: Any, reference: Any, prompt: Any) -> None:
     plane.script.stall.add("Fetch")
     llm_engine, found = engine.llm.llm_engine, dict[str, list[int]]()
-    for name, length, tokens in (("loads", 1000, 8), ("computes", 200, 150)):
-        sampling = greedy(tokens)
-        llm_engine.add_request(name, {"prompt_token_ids": prompt(length)}, sampling)
+    add(engine, "loads", prompt(1000))
+    add(engine, "computes", prompt(200), 150)
     while llm_engine.has_unfinished_requests():
         for output in llm_engine.step():
             if output.finished:

@@ -39,8 +39,7 @@ def file(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def store(storage: Process) -> Iterator[Redis]:
     """A client of the storage node, which is empty."""
-    host, port = storage.address.split(":")
-    with Redis(host, int(port)) as client:
+    with Redis.from_url(f"redis://{storage.address}") as client:
         client.flushall()
         yield client
 
@@ -53,9 +52,9 @@ def outputs(engine: Any, text: list[int], cached: int) -> list[int]:
     """Return the output of a prompt of which this many tokens are loaded."""
     engine.forget()
     spoil(engine)
-    (output,) = engine.generate([text])
-    assert output.num_cached_tokens == cached
-    return list(output.outputs[0].token_ids)
+    output, loaded = engine.served(text)
+    assert loaded == cached
+    return output
 
 
 def decoded(data: bytes, preset: calibration.Steps | None = None) -> bytes:
@@ -82,8 +81,7 @@ def test_an_engine_loads_what_a_preset_stored_within_half_a_step(
     exact = by_chunk(records(store))
     small = {"quantizer": "small", "calibration": str(file)}
     with closing(make_engine(daemon.address, extra=small)) as engine:
-        (output,) = engine.generate([text])
-        assert output.num_cached_tokens == 0, "records of another quantizer were loaded"
+        assert engine.served(text)[1] == 0, "records of another quantizer were loaded"
         engine.flush()
         lossy = by_chunk([data for data in records(store) if data not in exact])
         loaded = outputs(engine, text, 512)
@@ -107,9 +105,7 @@ def test_an_engine_loads_what_a_preset_stored_within_half_a_step(
         assert outputs(engine, text, 512) == loaded != reference([text])[0]
     # Two ranks load the records of one.
     with closing(make_engine(daemon.address, extra=small, tensor_parallel_size=2)) as engine:
-        (output,) = engine.generate([text])
-        assert output.num_cached_tokens == 512
-        assert list(output.outputs[0].token_ids) == loaded
+        assert engine.served(text) == (loaded, 512)
 
 
 def test_exact_copies_stay_in_local_tiers_and_are_preferred(
@@ -134,7 +130,7 @@ def test_exact_copies_stay_in_local_tiers_and_are_preferred(
 
             def loads() -> bool:
                 engine.forget()
-                return bool(engine.generate([text])[0].num_cached_tokens)
+                return bool(engine.served(text)[1])
 
             wait_for(loads)
             assert outputs(engine, text, 512) != reference([text])[0], "rounded values were loaded"
@@ -177,8 +173,7 @@ def test_engines_with_other_calibrations_share_nothing(
     replace(made, steps=coarser).write(other)
     for path, cached in ((file, 0), (other, 0), (other, 256)):
         with closing(make_engine(daemon.address, extra={"quantizer": "small", "calibration": str(path)})) as engine:
-            (output,) = engine.generate([prompt(300)])
-            assert output.num_cached_tokens == cached
+            assert engine.served(prompt(300))[1] == cached
             engine.flush()
     assert len(records(store)) == 2
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from threading import Event
 from typing import Any
 
@@ -77,13 +78,10 @@ def engine(
     reference: Any,
 ) -> Iterator[Any]:
     """A second engine, after a first one has stored all prompts and the node has restarted with empty memory."""
-    first = make_engine(daemon.address)
-    try:
+    with closing(make_engine(daemon.address)) as first:
         for tokens in [prompt(TOKENS), *(prompt(600, seed) for seed in SEEDS)]:
             assert first.outputs([tokens]) == reference([tokens])
         first.flush()
-    finally:
-        first.close()
     stored = CHUNKS + 2 * len(SEEDS)
     wait_for(lambda: of_bucket(storage)["records"] == stored and not of_bucket(storage)["waiting_records"])
     storage.kill()

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -28,11 +29,7 @@ HELD = TOKENS // BLOCK * BLOCK
 
 
 def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Post JSON and return the JSON answer. The first answer of an engine with several ranks may take minutes.
-
-    Raises:
-        OSError: There is no answer, or an error status.
-    """
+    """Return the JSON answer to JSON, after up to minutes at first; OSError without one, or with an error status."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=NEVER_S) as answer:
@@ -42,16 +39,11 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 class Proxy(ABC):
-    """A proxy with its own port.
-
-    Attributes:
-        url: URL of the proxy.
-        params: Last ``kv_transfer_params`` of the prefill engine.
-    """
+    """A proxy with its own port."""
 
     def __init__(self, prefill: str, decode: str) -> None:
         self.prefill, self.decode = prefill, decode
-        self.params: Any = None
+        self.params: Any = None  # last ``kv_transfer_params`` of the prefill engine
         proxy = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -118,17 +110,11 @@ class CarriesParams(Proxy):
 
 
 class Setup(NamedTuple):
-    """A configuration of both engines.
-
-    Attributes:
-        proxy: Kind of proxy.
-        sizes: Numbers of ranks of the prefill and the decode engine.
-        one_host: Both engines share one data plane with tiers and without storage.
-    """
+    """A configuration of both engines."""
 
     proxy: type[Proxy]
-    sizes: tuple[int, int]
-    one_host: bool = False
+    sizes: tuple[int, int]  # numbers of ranks of the prefill and the decode engine
+    one_host: bool = False  # both engines share one data plane with tiers and without storage
 
 
 SETUPS = {
@@ -139,14 +125,7 @@ SETUPS = {
 
 
 class Pools:
-    """Both engines with their processes.
-
-    Args:
-        model: Folder of the model.
-        folder: Folder for logs.
-        setup: Configuration of the engines.
-        patient: Host configuration with long deadlines.
-    """
+    """Both engines with their processes."""
 
     def __init__(self, model: Path, folder: Path, setup: Setup, patient: dict[str, float]) -> None:
         kind, sizes, _ = setup
@@ -218,9 +197,8 @@ def pools(
     reference: Any,  # its engine must have ended
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Pools]:
-    pools = Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)
-    yield pools
-    pools.close()
+    with closing(Pools(model, tmp_path_factory.mktemp("pools"), setup, patient)) as pools:
+        yield pools
 
 
 def test_the_decode_engine_loads_whole_blocks_of_the_prompt(

@@ -1,6 +1,7 @@
 """KV events of the connector, sent by vLLM's own publisher and read as routers read them."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,9 +35,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def engine(plane: Any, make_engine: Callable[..., Any], publisher: dict[str, Any]) -> Iterator[Any]:
-    engine = make_engine(plane.address, kv_events_config=publisher)
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address, kv_events_config=publisher)) as engine:
+        yield engine
 
 
 def events_of(publisher: dict[str, Any]) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -23,14 +24,10 @@ def test_all_groups_are_stored_and_loaded(
 ) -> None:
     options = {"model": family(name), "max_num_batched_tokens": 512, **options}
     prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
-    engine = make_engine(None, **options)
-    try:
+    with closing(make_engine(None, **options)) as engine:
         expected, blocks = engine.outputs(prompts), engine.scheduler.kv_cache_config.num_blocks
         engine.assert_sensitive(prompts, expected)
-    finally:
-        engine.close()
-    engine = make_engine(data_plane.address, **options)
-    try:
+    with closing(make_engine(data_plane.address, **options)) as engine:
         assert engine.scheduler.kv_cache_config.num_blocks == blocks, "the plugin uses blocks"
         assert engine.outputs(prompts) == expected
         engine.flush()
@@ -44,14 +41,10 @@ def test_all_groups_are_stored_and_loaded(
             engine.flush()
             engine.forget()
             data_plane.script.fail_fetch_at, data_plane.script.fail_outcome = 2, outcome
-            (output,) = engine.generate(prompts[1:])
-            assert [list(output.outputs[0].token_ids)] == expected[1:]
-            assert output.num_cached_tokens == 0
+            assert engine.served(prompts[1]) == (expected[1], 0)
             assert engine.counters()[f"load_failures/{reason}"] == 1
         take_over(engine, data_plane, prompts[1], expected[1], states=name == "qwen3_next")
         hand_over(engine, data_plane, prompts[0], states=name == "qwen3_next")
-    finally:
-        engine.close()
     assert data_plane.registrations == 0
 
 
@@ -84,10 +77,9 @@ def take_over(engine: Any, plane: Any, prompt: list[int], expected: list[int], s
         with ThreadPoolExecutor(1) as other:
             ended = other.submit(end)
             params = {"do_remote_prefill": True, "do_remote_decode": False}
-            (output,) = engine.generate([prompt], extra_args={"kv_transfer_params": params})
+            output, cached = engine.served(prompt, extra_args={"kv_transfer_params": params})
             ended.result()
-        assert list(output.outputs[0].token_ids) == expected
-        assert output.num_cached_tokens in hits
+        assert output == expected and cached in hits
         assert engine.counters().get("load_failures/published_gone", 0) == int(not comes)
 
 
@@ -100,15 +92,15 @@ def hand_over(engine: Any, plane: Any, prompt: list[int], states: bool) -> None:
     outputs = []
     for place in "do_remote_decode", "do_remote_prefill":
         params = {"do_remote_prefill": False, "do_remote_decode": False} | {place: True}
-        (output,) = engine.generate([prompt], extra_args={"kv_transfer_params": params})
-        outputs.append(list(output.outputs[0].token_ids))
+        output, cached = engine.served(prompt, extra_args={"kv_transfer_params": params})
+        outputs.append(output)
         engine.flush()
         engine.forget()
     assert outputs[0] == outputs[1]
     tails = engine.connector._groups.tail_block_tokens
     assert bool(tails) != states
     step = tails or engine.connector._groups.chunk_tokens
-    assert output.num_cached_tokens == (len(prompt) - 1) // step * step
+    assert cached == (len(prompt) - 1) // step * step
     assert bool(engine.counted_since().get("slower_paths/prompt_tail_not_shared", 0)) == states
 
 

@@ -1,6 +1,7 @@
 """Hints of requests, from real vLLM to a real storage node that has too little memory for all prompts."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -26,9 +27,8 @@ def storage() -> Iterator[Process]:
 
 @pytest.fixture(scope="module")
 def engine(daemon: Process, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
-    made = make_engine(daemon.address)
-    yield made
-    made.close()
+    with closing(make_engine(daemon.address)) as made:
+        yield made
 
 
 @pytest.fixture

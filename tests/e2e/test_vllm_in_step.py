@@ -8,11 +8,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import patched_vllm
 import pytest
-from kit import assert_all_free, assert_close, greedy, spoil
+from kit import SEEDED, add, assert_all_free, assert_close, spoil
 from machine import WAIT_MAX_S, wait_for
 
 from host_control.fetch_policy import Decision
@@ -44,12 +45,11 @@ def running(
     request: Any, plane: Any, make_engine: Callable[..., Any], reference: Any, asynchronous: bool
 ) -> Iterator[Any]:
     """An engine of a mode. ``reference`` checks that another prefix changes outputs."""
-    engine = make_engine(plane.address, extra=MODES[request.param])
-    engine.layers = int(engine.worker._shards.parts[0][0].layout.layers) if request.param == "layers" else 0
-    assert (type(engine.scheduler).__name__ == "AsyncScheduler") == asynchronous
-    engine.policy_runner = engine.connector._scheduler._policy_runner
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address, extra=MODES[request.param])) as engine:
+        engine.layers = int(engine.worker._shards.parts[0][0].layout.layers) if request.param == "layers" else 0
+        assert (type(engine.scheduler).__name__ == "AsyncScheduler") == asynchronous
+        engine.policy_runner = engine.connector._scheduler._policy_runner
+        yield engine
 
 
 @pytest.fixture
@@ -107,12 +107,11 @@ def test_a_failed_load_never_reaches_a_token_or_a_record(
 
 @pytest.mark.parametrize("good", [0, 1])
 def test_a_seeded_request_with_a_short_load_samples_the_same_tokens(
-    engine: Any, plane: Any, seeded: Any, seeded_reference: Any, prompt: Any, good: int
+    engine: Any, plane: Any, seeded_reference: Any, prompt: Any, good: int
 ) -> None:
     """Symptom: other tokens. vLLM rolls the step back, but not its random generator."""
     plane.script.fail_fetch_at = good
-    (output,) = engine.generate([prompt(1000)], **seeded)
-    assert list(output.outputs[0].token_ids) == seeded_reference(prompt(1000))
+    assert engine.served(prompt(1000), **SEEDED)[0] == seeded_reference(prompt(1000))
     counted = engine.counted_since()
     assert counted["load_failures/corrupt"] == 1 and counted["slower_paths/seed"] == 1
     assert plane.layerwise_calls == 0
@@ -147,9 +146,9 @@ def test_decoding_stalls_during_a_load_of_another_request(engine: Any, plane: An
     watcher = threading.Thread(target=watch)
     watcher.start()
     core = engine.llm.llm_engine
-    core.add_request("decoding", {"prompt_token_ids": prompt(31)}, greedy(300))
+    add(engine, "decoding", prompt(31), 300)
     core.step()
-    core.add_request("fetching", {"prompt_token_ids": prompt(700)}, greedy(300))
+    add(engine, "fetching", prompt(700), 300)
     while core.has_unfinished_requests():
         core.step()
         steps += 1
@@ -298,7 +297,7 @@ def test_an_abort_during_a_short_load_leaves_no_wrong_blocks_in_the_prefix_cache
     plane.script.fail_layer, plane.script.fail_fetch_at = 1, 0
     if when == "before its step has ended":
         plane.script.before_layer = lambda layer: layer or abort()
-    core.add_request("gone", {"prompt_token_ids": prompt(1000)}, greedy(8))
+    add(engine, "gone", prompt(1000))
     while not plane.layerwise_calls:
         core.step()
     core.abort_request(["gone"])

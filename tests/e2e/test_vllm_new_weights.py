@@ -7,12 +7,12 @@ are packed. test_vllm_weights has each kind of change and dtype without an engin
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from kit import greedy
+from kit import add
 from machine import NEVER_S, drive
 
 pytestmark = [pytest.mark.engine, pytest.mark.filterwarnings("ignore")]
@@ -60,15 +60,12 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
     """Return the outputs of engines without a cache, for both weights, and for the old ones with flipped signs."""
     known = {}
     for name, folder in weights.items():
-        engine = make_engine(None, model=folder, enable_prefix_caching=False)
-        try:
+        with closing(make_engine(None, model=folder, enable_prefix_caching=False)) as engine:
             for changed in (name, "flipped") if name == "old" else (name,):
                 if changed == "flipped":
                     engine.llm.apply_model(flip_signs)
                 for arguments in (STORED, FRESH):
                     (known[changed, arguments],) = engine.outputs([prompt(*arguments)])
-        finally:
-            engine.close()
     for arguments in (STORED, FRESH):
         outputs = [known[name, arguments] for name in ("old", "new", "flipped")]
         assert all(outputs.count(each) == 1 for each in outputs), "these weights give the same outputs"
@@ -79,9 +76,8 @@ def expected(weights: dict[str, Path], make_engine: Any, prompt: Any) -> dict[tu
 def shared_engine(
     plane: Any, weights: dict[str, Path], expected: Any, make_engine: Callable[..., Any]
 ) -> Iterator[Any]:
-    engine = make_engine(plane.address, model=weights["old"], max_num_seqs=2)
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address, model=weights["old"], max_num_seqs=2)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -113,8 +109,7 @@ class Serving:
         self.engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self._weights[name])})
 
     def add(self, request_id: str, tokens: list[int], count: int = 8) -> None:
-        parameters = greedy(count)
-        self._core.add_request(request_id, {"prompt_token_ids": tokens}, parameters)
+        add(self.engine, request_id, tokens, count)
 
     def step(self) -> None:
         for output in self._core.step():
@@ -211,9 +206,7 @@ def test_unannounced_new_weights_are_detected(serving: Serving, plane: Any, prom
     serving.engine.flush()
     serving.engine.forget()
     fetches = len(plane.fetches)
-    (output,) = serving.engine.generate([prompt(*STORED)])
-    assert list(output.outputs[0].token_ids) == expected["new", STORED]
-    assert output.num_cached_tokens == 512
+    assert serving.engine.served(prompt(*STORED)) == (expected["new", STORED], 512)
     assert not {key for fetch in plane.fetches[fetches:] for key in fetch.keys} & old
 
 

@@ -3,6 +3,7 @@
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -41,12 +42,11 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plane]:
 @pytest.fixture(scope="module")
 def engine(plane: Plane, make_engine: Callable[..., Any], prompt: Any, serve: Any) -> Iterator[Any]:
     """An engine whose prompts are on the devices; ``reference`` has checked that another prefix gives other outputs."""
-    engine = make_engine(plane.process.address, extra={"pages": True, "layer_order": True})
-    serve(engine, 1000)
-    engine.flush()
-    loads(engine, plane, prompt(1000), 768)
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.process.address, extra={"pages": True, "layer_order": True})) as engine:
+        serve(engine, 1000)
+        engine.flush()
+        loads(engine, plane, prompt(1000), 768)
+        yield engine
 
 
 def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int]:
@@ -60,9 +60,8 @@ def loads(engine: Any, plane: Plane, prompt: list[int], tokens: int) -> list[int
         before = plane.count("page_bytes")
         engine.forget()
         spoil(engine, 77)
-        (output,) = engine.generate([prompt])
-        outputs = list(output.outputs[0].token_ids)
-        return output.num_cached_tokens == tokens and plane.count("page_bytes") - before == size
+        outputs, cached = engine.served(prompt)
+        return cached == tokens and plane.count("page_bytes") - before == size
 
     wait_for(all_of_it)
     return outputs

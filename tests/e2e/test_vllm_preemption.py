@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
 from engine_stress import Script, Stress
-from kit import greedy
+from kit import add, greedy
 from scripted import Spoilt
 from stack import Process
 
@@ -31,9 +32,8 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def engine(plane: Any, make_engine: Callable[..., Any], reference: Any) -> Iterator[Any]:
-    engine = make_engine(plane.address, **SMALL)
-    yield engine
-    engine.close()
+    with closing(make_engine(plane.address, **SMALL)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -158,9 +158,8 @@ def test_an_abort_of_a_preempted_request_leaves_nothing(
 ) -> None:
     engine.reset(plane, records=True)
     core = engine.llm.llm_engine
-    sampling = greedy(GENERATED)
     for number, tokens in enumerate(prompts):
-        core.add_request(f"{number}", {"prompt_token_ids": tokens}, sampling)
+        add(engine, f"{number}", tokens, GENERATED)
     answers: dict[str, list[int]] = {}
     gone = ""
     while core.has_unfinished_requests():
@@ -201,8 +200,8 @@ def test_with_a_coarse_quantizer_preempted_requests_continue_with_exact_kv(
     """Symptom: a preempted request loaded quantized KV of its own prompt."""
     engine.close()  # a process can only have one
     engine.close = lambda: None
-    coarse = make_engine(daemon.address, **SMALL, extra={"quantizer": "binned", "bins": 4, "value_bins": 4})
-    try:
+    extra = {"quantizer": "binned", "bins": 4, "value_bins": 4}
+    with closing(make_engine(daemon.address, **SMALL, extra=extra)) as coarse:
         assert coarse.outputs(prompts, GENERATED) == reference(prompts, GENERATED)
         coarse.flush()
         coarse.outputs([prompts[0][:2]])  # vLLM collects counters in a step
@@ -212,5 +211,3 @@ def test_with_a_coarse_quantizer_preempted_requests_continue_with_exact_kv(
         outputs = coarse.outputs(prompts, GENERATED)
         assert coarse.counters()["loaded_tokens"] - counted["loaded_tokens"] >= len(prompts) * 256
         assert outputs != reference(prompts, GENERATED), "the quantizer is too fine to show in outputs"
-    finally:
-        coarse.close()

@@ -25,8 +25,7 @@ def test_two_ranks_store_load_and_recompute(
 ) -> None:
     prompts = [prompt(length) for length in (300, 512, 700)]
     expected = reference(prompts)
-    engine = make_engine(data_plane.address, tensor_parallel_size=2)
-    try:
+    with closing(make_engine(data_plane.address, tensor_parallel_size=2)) as engine:
         assert engine.outputs(prompts) == expected
         wait_for(lambda: len(data_plane.records) == 2 * 2)  # the prompts share their first two chunks
         engine.forget()
@@ -42,16 +41,14 @@ def test_two_ranks_store_load_and_recompute(
         data_plane.fetches.clear()
         serve(engine, 700)
         assert len(data_plane.fetches) == 2
-    finally:
-        engine.close()
     wait_for(lambda: data_plane.registrations == 0)
 
 
 def test_each_rank_has_a_data_plane_of_its_own(
     make_engine: Any, reference: Any, prompt: Any, several_workers: None, tmp_path: Path
 ) -> None:
-    prompts = [prompt(700)]
-    expected = reference(prompts)
+    tokens = prompt(700)
+    (expected,) = reference([tokens])
 
     def data_plane(rank: int, storage: Child) -> AbstractContextManager[Child]:
         logs = tmp_path / f"{rank}"
@@ -60,36 +57,32 @@ def test_each_rank_has_a_data_plane_of_its_own(
 
     with start_storage(tmp_path) as storage, data_plane(0, storage) as first:
         with data_plane(1, storage) as second:
-            engine = make_engine(f"unix:{tmp_path}/dpu{{rank}}.sock", tensor_parallel_size=2)
-            try:
-                assert engine.outputs(prompts) == expected
+            with closing(make_engine(f"unix:{tmp_path}/dpu{{rank}}.sock", tensor_parallel_size=2)) as engine:
+                assert engine.outputs([tokens]) == [expected]
                 for plane in (first, second):
                     wait_for(lambda address=plane.address: statistics(address).store_outcomes.get("complete", 0) >= 1)
                 wait_for(lambda: records(storage) == 4)  # two chunks, of two ranks
                 engine.forget()
-                assert cached(engine, prompts, expected) == [512]
+                assert engine.served(tokens) == (expected, 512)
                 for plane in (first, second):
                     fetched = statistics(plane.address).fetch_outcomes["complete"]
                     assert fetched == 1, "each rank uses its own data plane"
                 second.process.kill()
                 second.process.wait()
                 engine.forget()
-                assert cached(engine, prompts, expected) == [0], "a hit needs all ranks"
+                assert engine.served(tokens) == (expected, 0), "a hit needs all ranks"
                 with data_plane(1, storage):
 
                     def found_again() -> bool:
                         engine.forget()
-                        return cached(engine, prompts, expected) == [512]
+                        output, cached = engine.served(tokens)
+                        assert output == expected
+                        return cached == 512
 
                     wait_for(found_again)
-            finally:
-                engine.close()
-        engine = make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})
-        try:
-            assert cached(engine, prompts, expected) == [512], "one rank loads the records of both, layer by layer"
+        with closing(make_engine(f"unix:{tmp_path}/dpu0.sock", extra={"layer_order": True})) as engine:
+            assert engine.served(tokens) == (expected, 512), "one rank loads the records of both, layer by layer"
             assert engine.counters()["layerwise_loads"] == 1
-        finally:
-            engine.close()
 
 
 def statistics(address: str) -> Any:
@@ -100,16 +93,8 @@ def statistics(address: str) -> Any:
 def records(storage: Child) -> int:
     from redis import Redis
 
-    host, port = storage.address.split(":")
-    with Redis(host, int(port)) as client:
+    with Redis.from_url(f"redis://{storage.address}") as client:
         return int(client.dbsize())
-
-
-def cached(engine: Any, prompts: list[list[int]], expected: list[list[int]]) -> list[int]:
-    """Check the outputs, and return the number of cached tokens of each prompt."""
-    outputs = engine.generate(prompts)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
-    return [output.num_cached_tokens for output in outputs]
 
 
 # ---- Other shard layouts; all engines are configured for layer order, if they support it -----------------------------
@@ -148,13 +133,11 @@ class Topologies:
     def engine(self, **topology: int) -> Iterator[None]:
         # Engines with stages refuse layer order.
         extra = {"layer_order": topology != TWO_STAGES}
-        self._engine = self._make_engine(self._plane.address, extra=extra, max_num_batched_tokens=128, **topology)
-        try:
+        options = {"extra": extra, "max_num_batched_tokens": 128, **topology}
+        with closing(self._make_engine(self._plane.address, **options)) as self._engine:
             if topology == TWO_STAGES:
                 self._engine.llm.collective_rpc(make_room)
             yield
-        finally:
-            self._engine.close()
 
     def store(self, named: Any, records: int) -> None:
         """Compute new prompts, and wait for the given number of new records."""
@@ -169,9 +152,7 @@ class Topologies:
             prompt = self._prompt(*arguments)
             self._engine.forget()
             self._engine.llm.collective_rpc(spoil)
-            (output,) = self._engine.generate([prompt])
-            assert [list(output.outputs[0].token_ids)] == self._reference([prompt]), named
-            assert output.num_cached_tokens == HITS[len(prompt)], named
+            assert self._engine.served(prompt) == (self._reference([prompt])[0], HITS[len(prompt)]), named
         self._engine.flush()
         assert set(self._plane.records) == stored, "loaded chunks were stored again"
         assert self._plane.layerwise_calls == before + layerwise

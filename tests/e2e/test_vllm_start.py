@@ -6,13 +6,13 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kit import spoil
-from machine import PATIENT, WAIT_MAX_S, free_port
+from machine import PATIENT, free_port, wait_for
 from stack import Process
 from tiny_models import FAMILIES
 
@@ -40,8 +40,7 @@ def test_with_a_slow_data_plane_the_first_prompt_is_stored_and_other_engines_are
 
     with ThreadPoolExecutor(1) as others:
         late = others.submit(answer_late)
-        engine = make_engine(data_plane.address)
-        try:
+        with closing(make_engine(data_plane.address)) as engine:
             engine.outputs([prompt(600)])
             late.result()
             engine.flush()
@@ -51,15 +50,12 @@ def test_with_a_slow_data_plane_the_first_prompt_is_stored_and_other_engines_are
                 each.engine.SerializeToString(): each for each in data_plane.hellos if each.engine.model
             }.values()
             assert (hello.engine.chunk_tokens, hello.engine.quantizer) == (256, "lossless")
-        finally:
-            engine.close()
 
 
 def test_pages_without_devices_are_fetched_as_chunks(
     data_plane: Any, make_engine: Callable[..., Any], serve: Any
 ) -> None:
-    engine = make_engine(data_plane.address, extra={"pages": True})
-    try:
+    with closing(make_engine(data_plane.address, extra={"pages": True})) as engine:
         serve(engine, 1000)
         engine.flush()
         engine.forget()
@@ -67,39 +63,32 @@ def test_pages_without_devices_are_fetched_as_chunks(
         counted = engine.counters()
         assert counted["loaded_tokens"] == 768 and counted["slower_paths/no_page_devices"] == 1
         assert "FetchPages" not in data_plane.calls
-    finally:
-        engine.close()
 
 
 def test_the_tiers_keep_kv_across_a_restart_of_the_data_plane(
-    make_engine: Callable[..., Any], prompt: Any, reference: Any, tmp_path: Path
+    make_engine: Callable[..., Any], prompt: Any, reference: Any, serve: Any, tmp_path: Path
 ) -> None:
     device = {"path": str(tmp_path / "tier"), "size": "64MiB"}
     tiers = json.dumps({"memory_budget_bytes": "64MiB", "devices": [device]})
     daemon = Process("dpu", "--listen", f"127.0.0.1:{free_port()}", "--tiers", tiers, *PATIENT)
-    engine = None
+    prompts = [prompt(length) for length in (300, 700, 1000)]
     try:
-        engine = make_engine(daemon.address)
-        prompts = [prompt(length) for length in (300, 700, 1000)]
-        assert engine.outputs(prompts) == reference(prompts)
-        engine.flush()
-        for restarts in (False, True):
-            if restarts:
-                daemon.stop()
-                daemon.restart()
-            ends = time.monotonic() + WAIT_MAX_S
-            cached = 0
-            while cached < 768:
-                assert time.monotonic() < ends, "the engine found neither its data plane nor its chunks"
+        with closing(make_engine(daemon.address)) as engine:
+
+            def found() -> bool:
                 engine.forget()
-                (output,) = engine.generate([prompt(1000)])
-                assert list(output.outputs[0].token_ids) == reference([prompt(1000)])[0]
-                cached = output.num_cached_tokens
-            engine.forget()
+                return bool(serve(engine, 1000) == 768)
+
             assert engine.outputs(prompts) == reference(prompts)
+            engine.flush()
+            for restarts in (False, True):
+                if restarts:
+                    daemon.stop()
+                    daemon.restart()
+                wait_for(found)
+                engine.forget()
+                assert engine.outputs(prompts) == reference(prompts)
     finally:
-        if engine is not None:
-            engine.close()
         daemon.stop()
 
 
@@ -111,8 +100,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
         start_storage(tmp_path) as storage,
         start_data_plane(tmp_path, storage.address, *PATIENT, "--backend", "doca") as data_plane,
     ):
-        engine = make_engine(data_plane.address, extra={"delivery": "exported", "layer_order": True})
-        try:
+        with closing(make_engine(data_plane.address, extra={"delivery": "exported", "layer_order": True})) as engine:
             assert engine.outputs([tokens]) == reference([tokens])
             engine.flush()
             streams, client = [], engine.worker._client
@@ -121,9 +109,7 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             for _ in range(2):
                 engine.forget()
                 spoil(engine)
-                (output,) = engine.generate([tokens])
-                assert [list(output.outputs[0].token_ids)] == reference([tokens])
-                assert output.num_cached_tokens == 512
+                assert engine.served(tokens) == (reference([tokens])[0], 512)
             assert len(streams) == 2, "layer by layer: a stream reports the progress, because there is no shared memory"
             engine.forget()
             with engine.awaiting_lookups():
@@ -131,8 +117,6 @@ def test_an_engine_stores_from_and_loads_into_exported_memory(
             assert len(streams) == 2, "beside a running request, chunk by chunk"
             for part in (engine.worker.loads.managers[0], engine.worker.stores.queue):  # fetches and stores
                 assert isinstance(part._registration.current, ExportedHostMemory)
-        finally:
-            engine.close()
         assert " bytes of exported_memory, " in data_plane.log.read_text()
 
 
@@ -197,21 +181,14 @@ def test_a_model_that_cannot_be_cached_runs_as_without_the_plugin(
 ) -> None:
     prompts = [prompt(600), prompt(300, 1)]
     options = {"model": family(name), **FAMILIES[name].engine, **options}
-    engine = make_engine(None, **options)
-    try:
+    with closing(make_engine(None, **options)) as engine:
         expected = served(engine, prompts)
         engine.assert_sensitive(prompts, [tokens for tokens, _ in expected["outputs"][0]])
-    finally:
-        engine.close()
-    with logged() as lines:
-        engine = make_engine(data_plane.address, **options)
-    try:
+    with logged() as lines, closing(make_engine(data_plane.address, **options)) as engine:
         assert served(engine, prompts) == expected
         (line,) = [line for line in lines if "off" in line]
         assert re.search(reason, line), line
         assert_no_activity(engine, data_plane)
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("place", ["uncacheable", "model_identity"])
@@ -225,12 +202,8 @@ def test_a_failure_at_the_plugins_start_does_not_stop_the_engine(
         raise PermissionError("model.safetensors")
 
     monkeypatch.setattr(connector if place == "uncacheable" else worker_side, place, fail)
-    with logged() as lines:
-        engine = make_engine(data_plane.address)
-    try:
+    with logged() as lines, closing(make_engine(data_plane.address)) as engine:
         assert any("off" in line and "PermissionError('model.safetensors')" in line for line in lines), lines
         serve(engine, 700)
         assert not {"Lookup", "Fetch", "Store"} & set(data_plane.calls)
-    finally:
-        engine.close()
     assert data_plane.registrations == 0

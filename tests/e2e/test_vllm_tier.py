@@ -6,6 +6,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,16 +36,14 @@ BUFFERS = {
 
 @pytest.fixture
 def storage(tmp_path: Path) -> Iterator[Server]:
-    server = Server("storage_kv", tmp_path).start()
-    yield server
-    server.kill()
+    with Server("storage_kv", tmp_path) as server:
+        yield server
 
 
 @pytest.fixture
 def plane(storage: Server, tmp_path: Path) -> Iterator[DaemonProcess]:
-    daemon = DaemonProcess(storage, tmp_path, **BUFFERS)
-    yield daemon
-    daemon.close()
+    with closing(DaemonProcess(storage, tmp_path, **BUFFERS)) as daemon:
+        yield daemon
 
 
 @pytest.fixture(scope="session")
@@ -128,13 +127,6 @@ def counts(engine: Any) -> dict[str, float]:
     return {name.removeprefix("vllm:shadowserve_tier_"): n for name, n in engine.stats.reduce().items()}
 
 
-def records(storage: Server) -> list[bytes]:
-    from redis import Redis
-
-    with Redis(port=storage.port) as connection:
-        return list(connection.scan_iter(count=1000))
-
-
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], int]] = {
     "bfloat16": ({}, {}, 4),
     "fp8, as bytes": ({"dtype": "uint8"}, {"engine": {"kv_cache_dtype": "fp8"}}, 4),
@@ -152,7 +144,7 @@ def test_a_second_engine_loads_what_the_first_stored(make: Callable[..., Any], s
     first = make(groups=specs(**shape), **options)
     assert first.serve(prompt(300)) == 0
     first.settle()
-    assert len(records(storage)) == rows
+    assert storage.ask("DBSIZE") == rows
     assert (first.tier.block_size_bytes > 2 << 20) == ("larger" in kind)
     stored = counts(first)
     assert stored["stored_bytes"] < 0.95 * stored["stored_raw_bytes"] or kind != "bfloat16", "its exponents compress"
@@ -287,16 +279,13 @@ def test_a_restarted_data_plane_is_used_again(make: Callable[..., Any], storage:
     daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
     engine = filled(make, address=address)
     daemon.close()
-    daemon = DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)
-    try:
+    with closing(DaemonProcess(storage, tmp_path, **BUFFERS, listen=address)) as daemon:
         engine.forget()
         assert wait_for(lambda: engine.serve(prompt(300)) or (engine.forget(), 0)[1]) == 256
         engine.serve(prompt(300, seed=5))
         engine.settle()
         engine.forget()
         assert engine.serve(prompt(300, seed=5)) in (0, 256)
-    finally:
-        daemon.close()
 
 
 @pytest.mark.parametrize("how", ["a reset", "a call to the workers"])
@@ -396,7 +385,7 @@ def test_the_tier_is_off_if_hashes_do_not_identify_kv(
     assert said in engine.tier.problem and bool(said) == bool(engine.tier.problem)
     assert engine.serve(prompt(300)) == 0
     engine.settle()
-    assert (records(storage) == []) == bool(said)
+    assert (storage.ask("DBSIZE") == 0) == bool(said)
 
 
 def test_a_tier_created_outside_a_connector_is_off(make: Callable[..., Any], plane: DaemonProcess) -> None:
@@ -421,7 +410,7 @@ def test_a_role_that_only_stores_or_only_loads(
     make: Callable[..., Any], storage: Server, role: str, stored: int, loaded: int
 ) -> None:
     engine = filled(make, transfer={"kv_role": role})
-    assert len(records(storage)) == stored
+    assert storage.ask("DBSIZE") == stored
     filled(make)
     engine.forget()
     assert engine.serve(prompt(300)) == loaded
@@ -458,8 +447,7 @@ def test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget(
     assert make(interference_budget=0).tier._reports is None
     port = free_port()
     (tmp_path / "other").mkdir()
-    daemon = DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)
-    try:
+    with closing(DaemonProcess(storage, tmp_path / "other", **BUFFERS, metrics_port=port)) as daemon:
         engine = make(address=daemon.address)
         engine.serve(prompt(300))
         engine.forget()
@@ -475,5 +463,3 @@ def test_the_tier_reports_steps_and_its_transfers_keep_the_interference_budget(
         wait_for(decodes)
         assert 16 << 20 <= metric(port, "shadowserve_interference_rate_bytes_per_s") < 1e9
         wait_for(lambda: metric(port, "shadowserve_decoding_engines") == 0)
-    finally:
-        daemon.close()

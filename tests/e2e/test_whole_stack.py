@@ -3,10 +3,11 @@
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
-from kit import assert_all_free, greedy
+from kit import add, assert_all_free
 from machine import WAIT_MAX_S, wait_for
 from stack import Process
 
@@ -17,24 +18,20 @@ LENGTHS = (240, 256, 300, 512, 700, 1000)
 
 @pytest.fixture(scope="module")
 def first_outputs(daemon: Process, make_engine: Callable[..., Any], prompt: Any, reference: Any) -> list[list[int]]:
-    engine = make_engine(daemon.address)
-    try:
+    with closing(make_engine(daemon.address)) as engine:
         outputs = []
         for length in LENGTHS:
             outputs += engine.outputs([prompt(length)])
             engine.flush()  # otherwise the next prompt, with the same prefix, may store the same chunks
         engine.outputs([prompt(2)])  # vLLM collects counters in a step
         assert engine.counters()["stored_chunks"] == 1000 // 256
-    finally:
-        engine.close()
     return outputs
 
 
 @pytest.fixture(scope="module")
 def shared_engine(daemon: Process, make_engine: Callable[..., Any], first_outputs: Any) -> Iterator[Any]:
-    engine = make_engine(daemon.address)
-    yield engine
-    engine.close()
+    with closing(make_engine(daemon.address)) as engine:
+        yield engine
 
 
 @pytest.fixture
@@ -99,12 +96,12 @@ def test_a_data_plane_killed_during_a_load_costs_recomputation(
     engine: Any, daemon: Process, reference: Any, prompt: Any
 ) -> None:
     llm_engine = engine.llm.llm_engine
-    parameters = greedy(8)
-    llm_engine.add_request("r", {"prompt_token_ids": prompt(1000)}, parameters)
+    add(engine, "r", prompt(1000))
     ends = time.monotonic() + WAIT_MAX_S
-    while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in _requests(engine)):
+    requests = engine.scheduler.requests
+    while not any(str(request.status).endswith("WAITING_FOR_REMOTE_KVS") for request in requests.values()):
         if not engine.connector._scheduler._loads:
-            present = engine.connector._scheduler._lookup.present(_id(engine))
+            present = engine.connector._scheduler._lookup.present(next(iter(requests), ""))
             daemon.freeze(frozen=present is not None and bool(present[0].any()))
         llm_engine.step()
         assert time.monotonic() < ends
@@ -119,32 +116,6 @@ def test_a_data_plane_killed_during_a_load_costs_recomputation(
         assert_all_free(engine)
     finally:
         daemon.restart()
-
-
-def _requests(engine: Any) -> list[Any]:
-    return list(engine.scheduler.requests.values())
-
-
-def _id(engine: Any) -> str:
-    return next(iter(engine.scheduler.requests), "")
-
-
-@pytest.mark.parametrize("value", [b"", b"no record", bytes(4096)], ids=["empty", "text", "zeros"])
-def test_a_value_that_is_not_a_record_is_recomputed_and_replaced(
-    engine: Any, storage: Process, value: bytes, serve: Any
-) -> None:
-    """The server refuses damaged records with a valid header; dataplane/test_faulty_records has them."""
-    import redis
-
-    host, _, port = storage.address.rpartition(":")
-    with redis.Redis(host, int(port)) as client:
-        names = list(client.scan_iter())
-        for name in names:
-            client.delete(name)
-            client.set(name, value)
-        serve(engine, 1000)
-        engine.flush()
-        assert all(len(client.get(name)) > 4096 for name in names)
 
 
 def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> None:
@@ -162,14 +133,11 @@ def test_wrong_kv_changes_outputs(engine: Any, reference: Any, prompt: Any) -> N
 def test_an_absent_data_plane_is_not_an_error(engine: Any, make_engine: Any, reference: Any, prompt: Any) -> None:
     """It closes the engine of the tests above, because a process can only have one."""
     engine.close()
-    alone = make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})
-    try:
+    engine.close = lambda: None
+    with closing(make_engine("127.0.0.1:1", extra={"connect_timeout_s": 0.5})) as alone:
         prompts = [prompt(512), prompt(700)]
         assert alone.outputs(prompts) == reference(prompts)
         assert any(name.startswith("dropped_stores") for name in alone.counters())
-    finally:
-        alone.close()
-        engine.close = lambda: None
 
 
 def test_nothing_is_left_in_shared_memory() -> None:

@@ -128,20 +128,15 @@ Run = Callable[[Context], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the matrix: a function that makes a fault, an engine, and the number of runs with other seeds.
-
-    Attributes:
-        what: Place and time of the fault, and the clients of the store during it.
-        short: True if the case is part of the tests.
-    """
+    """One row of the matrix: a function that makes a fault, an engine, and the number of runs with other seeds."""
 
     name: str
     fault: str
-    what: str
+    what: str  # place and time of the fault, and the clients of the store during it
     engine: str
     repetitions: int
     run: Run
-    short: bool = False
+    short: bool = False  # the case is part of the tests
 
 
 CASES: list[Case] = []
@@ -173,21 +168,15 @@ def case(fault: str, engines: Sequence[str], **options: Any) -> Callable[[Run], 
 
 @dataclass
 class Row:
-    """Result of a case.
-
-    Attributes:
-        broken: Reason why the case itself failed; empty if it did not.
-        unavailable: Reason why the case cannot run on this machine.
-        complaints: Log lines that no fault should cause.
-    """
+    """Result of a case."""
 
     case: Case
     tally: Tally = field(default_factory=Tally)
     repetitions: int = 0
     seconds: float = 0.0
-    broken: str = ""
-    unavailable: str = ""
-    complaints: list[str] = field(default_factory=list)
+    broken: str = ""  # why the case itself failed; empty if it did not
+    unavailable: str = ""  # why the case cannot run on this machine
+    complaints: list[str] = field(default_factory=list)  # log lines that no fault should cause
 
     @property
     def failed(self) -> bool:

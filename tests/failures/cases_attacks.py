@@ -411,12 +411,7 @@ def request(keys: Sequence[bytes], *, rate: int = 0, layers: str = "0-3") -> byt
 
 
 class Prefix:
-    """Alice's prefix, stored on a node and on a control.
-
-    Args:
-        node: Node under attack.
-        share_s: Seconds that the prefix takes at alice's fair share of the node's link.
-    """
+    """Alice's prefix, on the attacked node and on a control; it takes ``share_s`` at her fair share of the link."""
 
     def __init__(self, node: Node, *, share_s: float = 0.0) -> None:
         self.context = node.context

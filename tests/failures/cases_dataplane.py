@@ -227,11 +227,7 @@ def flips_under_a_data_plane(context: Context) -> None:
 
 
 class _Tiered(Work):
-    """Hosts over a data plane whose tiers have all prompts in a file, few of them in memory.
-
-    Attributes:
-        faults: Faults of that file.
-    """
+    """Hosts over a data plane whose tiers have all prompts in a file with ``faults``, few of them in memory."""
 
     def __init__(
         self,

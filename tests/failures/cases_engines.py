@@ -38,14 +38,10 @@ _PAUSE_S: Final = 0.02
 
 
 class SGLang:
-    """SGLang's side of its storage backend: pages of a host pool, whose answers are judged. One thread at a time.
-
-    Attributes:
-        losable: Reason why acknowledged pages may be lost; empty if they must be present.
-    """
+    """SGLang's side of its storage backend: pages of a host pool, whose answers are judged. One thread at a time."""
 
     def __init__(self, address: str, tally: Tally, page_tokens: int = PAGE) -> None:
-        self.losable = ""
+        self.losable = ""  # why acknowledged pages may be lost; empty if they must be present
         self.tally, self._page_tokens = tally, page_tokens
         self._pool = MHATokenToKVPoolHost("page_first", 0, page_tokens)
         options = {

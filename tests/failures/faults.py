@@ -91,21 +91,14 @@ _HEADER_FIELDS: Final = struct.Struct("<8sIIHHIII32sQII")
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """One object of docs/reference/volume-format.md. Removed objects are included until new data overwrites
-    them.
-
-    Attributes:
-        length: Bytes of the value.
-        generation: Number of the put.
-        name: The client's key; empty if ``key`` contains it.
-    """
+    """One object of docs/reference/volume-format.md, also a removed one until new data overwrites it."""
 
     file: Path
     offset: int
-    length: int
+    length: int  # bytes of the value
     key: bytes
-    generation: int
-    name: bytes
+    generation: int  # number of the put
+    name: bytes  # the client's key; empty if ``key`` contains it
 
     @property
     def size(self) -> int:
@@ -176,23 +169,15 @@ _PIECE: Final = 64 << 10
 
 
 class Proxy:
-    """Forwards TCP connections to a port of loopback. Its faults can change at any time.
-
-    Attributes:
-        silent: Forwards no bytes in either direction and does not close: a half-open connection.
-        flip_one_in: Average number of pieces for one inverted bit; 0 for no faults.
-        flips: Direction of the faults: "up" (to the server), "down", or "both".
-        flipped: Number of inverted bits.
-        bytes_per_s: Rate limit of each direction of each connection; 0 for no limit.
-    """
+    """Forwards TCP connections to a port of loopback. Its faults can change at any time."""
 
     def __init__(self, target: int, seed: int = 0) -> None:
         self.target = target
-        self.silent = False
-        self.flip_one_in = 0
-        self.flips = "both"
-        self.flipped = 0
-        self.bytes_per_s = 0
+        self.silent = False  # it forwards no bytes and does not close: a half-open connection
+        self.flip_one_in = 0  # average number of pieces for one inverted bit; 0 for no faults
+        self.flips = "both"  # direction of the faults: "up" (to the server), "down", or "both"
+        self.flipped = 0  # number of inverted bits
+        self.bytes_per_s = 0  # rate limit of each direction of each connection; 0 for no limit
         self._chance = random.Random(seed)
         self._stopped = threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))

@@ -25,9 +25,7 @@ _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSani
 class _Node:
     """One program of the product as a process, on the same port after each start.
 
-    Attributes:
-        options: Configuration keys for the next start.
-        environment: Variables for the next start, added to this process's environment without the product's own ones.
+    ``options`` and ``environment`` are for the next start. Of this process's variables, it gets none of the product's.
     """
 
     def __init__(

@@ -30,17 +30,13 @@ class Outcome(Enum):
 
 
 class Tally:
-    """Counts outcomes, and keeps measured values and one example reason for each outcome but the first. Thread-safe.
-
-    Attributes:
-        most: Largest measured value of each kind.
-    """
+    """Counts outcomes and their reasons, and keeps measured values. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.counts: Counter[Outcome] = Counter()
         self.reasons: dict[Outcome, Counter[str]] = {outcome: Counter() for outcome in Outcome}
-        self.most: dict[str, float] = {}
+        self.most: dict[str, float] = {}  # largest measured value of each kind
 
     def note(self, outcome: Outcome, reason: str = "") -> None:
         with self._lock:
@@ -91,31 +87,21 @@ ABSENT: Final = -1
 
 @dataclass(slots=True)
 class _Known:
-    """Expected state of one key.
+    """Expected state of one key."""
 
-    Attributes:
-        possible: Versions that a read may return.
-        late: Versions of abandoned writes: the network may still deliver them after later writes.
-        losable: Reason why the key may be absent; empty if it must be present.
-    """
-
-    possible: set[int] = field(default_factory=lambda: {ABSENT})
-    late: set[int] = field(default_factory=set)
-    losable: str = ""
+    possible: set[int] = field(default_factory=lambda: {ABSENT})  # versions that a read may return
+    late: set[int] = field(default_factory=set)  # of abandoned writes, which the network may still deliver
+    losable: str = ""  # why the key may be absent; empty if it must be present
     next_version: int = 0
 
 
 class Expected:
-    """The expected state of a store: the oracle. One writer for each key at a time; any thread.
-
-    Attributes:
-        losable: Reason why any key may be absent; empty if acknowledged writes must be present.
-    """
+    """The expected state of a store: the oracle. One writer for each key at a time; any thread."""
 
     def __init__(self, seed: int, *, sizes: tuple[int, ...] = (9, 150, 4_000, 70_000, 300_000)) -> None:
         self.seed = seed
         self.sizes = sizes
-        self.losable = ""
+        self.losable = ""  # why any key may be absent; empty if acknowledged writes must be present
         self._known: dict[str, _Known] = {}
         self._given: dict[str, bytes] = {}
         self._lock = threading.Lock()

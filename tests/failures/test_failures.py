@@ -58,8 +58,7 @@ def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_p
     tally = Tally()
     shape = Shape()
     one, other = shape.prompt("one"), shape.prompt("other")
-    context = Context(1, "pool", tmp_path, tally)
-    try:
+    with closing(Context(1, "pool", tmp_path, tally)) as context:
         plane = context.data_plane(0, tiers=tiers("4MiB", tmp_path / "disk", "16MiB"))
         engine = context.enter(closing(PagedEngine(plane.address, tally, "seed", shape)))
         engine.stores.store_whole([one, other])
@@ -73,8 +72,6 @@ def test_pages_of_another_prefix_and_blocks_that_were_given_away_are_wrong(tmp_p
         engine.pages.segment.memory[:1] = b"\xff"  # as a late write would
         engine.check()
         assert tally.counts[Outcome.WRONG] == 3
-    finally:
-        context.close()
 
 
 def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
@@ -90,8 +87,7 @@ def test_a_wrong_answer_and_a_hang_fail_the_matrix() -> None:
 @pytest.mark.parametrize(("error", "one_in"), [(errno.EIO, 0), (errno.EIO, 2)])
 def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int, tmp_path: Path) -> None:
     """Symptom: the server formatted a device that could not be read once."""
-    storage = Storage("pool", tmp_path, faulty=True).start()
-    try:
+    with closing(Storage("pool", tmp_path, faulty=True).start()) as storage:
         with redis.Redis(port=storage.port) as client:
             for number in range(40):
                 client.set(f"key{number}", b"%d" % number * 3000)
@@ -106,5 +102,3 @@ def test_errors_that_pass_while_it_starts_delete_nothing(error: int, one_in: int
         with redis.Redis(port=storage.port) as client:
             lost = [n for n in range(40) if client.get(f"key{n}") != b"%d" % n * 3000]
         assert not lost
-    finally:
-        storage.close()

@@ -128,6 +128,11 @@ class Engine:
     def outputs(self, prompts: list[list[int]], tokens: int = 8) -> list[list[int]]:
         return [list(out.outputs[0].token_ids) for out in self.generate(prompts, tokens)]
 
+    def served(self, prompt: list[int], tokens: int = 8, **sampling: Any) -> tuple[list[int], int]:
+        """Return the output of one prompt, and the number of its tokens that were cached."""
+        (output,) = self.generate([prompt], tokens, **sampling)
+        return list(output.outputs[0].token_ids), int(output.num_cached_tokens or 0)
+
     def assert_sensitive(self, prompts: list[list[int]], outputs: list[list[int]]) -> None:
         """Check that another first chunk with the same rest changes the output of each prompt.
 

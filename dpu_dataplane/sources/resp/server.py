@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from dpu_dataplane.config import DataPlaneConfig
 from dpu_dataplane.metrics import Metrics
@@ -41,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class OneServer(RespSource):
-    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage.
-
-    Attributes:
-        asks_load: Each lookup also asks for the server's load.
-        takes_load: The server knows KV.LOAD, as far as is known.
-        on_lost: Called when the control connection is lost.
-    """
+    """One storage server, by default ``storage`` of the configuration; ``meanwhile`` is for the log of an outage."""
 
     clustered = False
 
@@ -56,8 +49,8 @@ class OneServer(RespSource):
     ) -> None:
         super().__init__(address or config.storage, config, metrics)
         self.node = Node(*split_address(self.name))
-        self.asks_load = False
-        self.on_lost: set[Callable[[], None]] = set()
+        self.asks_load = False  # each lookup also asks for the server's load
+        self.on_lost: set[Callable[[], None]] = set()  # called when the control connection is lost
         self._load = 0, -_LOAD_S  # microseconds, and the time of the report
         self._control: RespClient | None = None
         self._has_meta = True  # on the current connection
@@ -87,6 +80,7 @@ class OneServer(RespSource):
 
     @property
     def takes_load(self) -> bool:
+        """True if the server knows KV.LOAD, as far as is known."""
         return b"KV.LOAD" not in self._unknown
 
     @property
@@ -127,8 +121,13 @@ class OneServer(RespSource):
         return await self._send_for_keys([b"KV.PIN", b"%d" % seconds], keys) is not None
 
     async def published(self, keys: Sequence[bytes]) -> Flags | None:
-        left = await self._numbers(b"KV.PENDING", keys)
-        return None if left is None else left > 0
+        answers = await self._send_for_keys([b"KV.PENDING"], keys)
+        if answers is None:
+            return None
+        left = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
+        if len(left) != len(keys) or not all(type(each) is int and 0 <= each < _NUMBER_END for each in left):
+            raise StorageUnavailableError(f"storage {self.name} answered KV.PENDING in an unknown format")
+        return np.array(left, np.int64) > 0
 
     async def find_warm(self, keys: Sequence[bytes], *, headers: bool) -> Sequence[Found]:
         """Look keys up, and wait for cold records on a connection of its own: lookups must not wait behind it."""
@@ -150,16 +149,6 @@ class OneServer(RespSource):
 
     async def prefetch(self, keys: Sequence[bytes]) -> None:
         await self._send_for_keys([b"KV.PREFETCH"], keys)
-
-    async def _numbers(self, name: bytes, keys: Sequence[bytes]) -> npt.NDArray[np.int64] | None:
-        """Return a command's answer for each key, a number; None if the server does not know the command."""
-        answers = await self._send_for_keys([name], keys)
-        if answers is None:
-            return None
-        found = [each for answer in answers for each in (answer if isinstance(answer, list) else [None])]
-        if len(found) != len(keys) or not all(type(each) is int and 0 <= each < _NUMBER_END for each in found):
-            raise StorageUnavailableError(f"storage {self.name} answered {name.decode()} in an unknown format")
-        return np.array(found, np.int64)
 
     async def _send_for_keys(self, command: list[bytes], keys: Sequence[bytes]) -> list[Any] | None:
         """Send a command for all keys, some at a time; return None if the server does not know it."""

@@ -30,6 +30,7 @@ from dpu_dataplane.sources.resp.links import Node
 from dpu_dataplane.sources.resp.server import OneServer
 from dpu_dataplane.sources.resp.source import AvoidedNodes, RespSource
 from dpu_dataplane.sources.source import Delivered, Encoded, Failure, Resources
+from shadowserve import members
 from shadowserve.addresses import split_address
 from shadowserve.errors import StorageError, StorageRefusedError
 from shadowserve.keys import SEGMENT_CHUNKS, segment_of
@@ -68,13 +69,19 @@ class _Segment(NamedTuple):
 
 
 class SeveralServers(RespSource):
-    """Several servers, each with its share of the segments."""
+    """The servers of ``storage_nodes``, a list that may change (:mod:`shadowserve.members`), each with its segments."""
 
     clustered = True
 
-    def __init__(self, config: DataPlaneConfig, metrics: Metrics, weights: Mapping[str, float]) -> None:
-        """``weights``: the servers to begin with, by address."""
-        super().__init__(",".join(weights), config, metrics)
+    def __init__(self, config: DataPlaneConfig, metrics: Metrics) -> None:
+        """ConfigurationError: the file with the list cannot be used."""
+        given = config.storage_nodes
+        weights = members.first(given)
+        name = config.storage_server_name or members.service_of(given)  # in the certificates of all nodes of a service
+        super().__init__(",".join(weights), config.model_copy(update={"storage_server_name": name}), metrics)
+        self._follower = members.Follower(
+            given, config.storage_nodes_ttl_s, self.set_members, self._count_refused, config.connect_timeout_s
+        )
         self._placement = self._before = Placement(weights)  # the map, and the one before the last change
         self._servers = {address: self._server(address) for address in weights}
         self._leaving: set[OneServer] = set()  # removed ones that are not closed yet
@@ -109,12 +116,14 @@ class SeveralServers(RespSource):
         for server in self._servers.values():
             await server.start()
         self._copies.start()
+        await self._follower.start()
 
     async def close(self) -> None:
         await self._copies.close()
         await super().close()
 
     async def _disconnect(self) -> None:
+        await self._follower.stop()
         for server in [*self._servers.values(), *self._leaving]:
             await server.close()
 
@@ -125,7 +134,7 @@ class SeveralServers(RespSource):
         positive.
         """
         if not 0 < len(weights) <= NODES_MAX or not all(0 < weight < math.inf for weight in weights.values()):
-            self._metrics.totals["storage_nodes_refused"] += 1
+            self._count_refused()
             logger.warning("a list of %d storage nodes cannot be used; the old one stays: %s", len(weights), self.name)
             return
         if weights == self._placement.weights:
@@ -148,6 +157,9 @@ class SeveralServers(RespSource):
             self._leaving.discard(server)
             for link in self._idle.pop(server.node, ()):
                 link.close()
+
+    def _count_refused(self) -> None:
+        self._metrics.totals["storage_nodes_refused"] += 1
 
     @property
     def connected(self) -> bool:
@@ -366,10 +378,8 @@ class SeveralServers(RespSource):
     ) -> dict[str, list[int]]:
         """Return the second choices that a lookup asks too, with the indexes of keys: they may be read from.
 
-        Args:
-            found: Answers of the first choices.
-            size: Expected size of a record. With their own sizes, idle nodes would be asked in a second round trip.
-            loads: Load of each server, in microseconds.
+        ``found`` has the answers of the first choices, ``loads`` each server's in microseconds. ``size`` is expected of
+        all records: with their own sizes, idle nodes would be asked in a second round trip.
         """
         waits = self._waits(loads)
         sizes = [size if _is_there(each) else 0 for each in found]

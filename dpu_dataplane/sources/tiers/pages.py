@@ -57,12 +57,10 @@ class DevicePageLoader(PageLoader):
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
 
     def register(self, memory: memoryview) -> None:
-        if isinstance(pool := self._tiers.pool, DevicePool):
-            pool.register(memory)
+        _pool(self._tiers).register(memory)
 
     def unregister(self, memory: memoryview) -> None:
-        if isinstance(pool := self._tiers.pool, DevicePool):
-            pool.unregister(memory)
+        _pool(self._tiers).unregister(memory)
 
     async def load(self, job: Job, request: PageRequest) -> LoadedPages:
         known = await self._describe(request)
@@ -105,7 +103,7 @@ class DevicePageLoader(PageLoader):
     async def _describe(self, request: PageRequest) -> list[_Known]:
         """Return how to read the leading chunks that the pool has as pages; look up those that are not cached."""
         known = self._leading(request)
-        if len(known) < len(request.keys) and isinstance(self._tiers.pool, DevicePool):
+        if len(known) < len(request.keys):
             unknown = [key for key in request.keys if self._cached(key, request.layout) is None]
             found, reads = await self._tiers.look_up(unknown)
             await self._tiers.await_headers(reads)
@@ -135,9 +133,8 @@ class DevicePageLoader(PageLoader):
 
     def _lend(self, keys: Sequence[bytes], known: Sequence[_Known]) -> list[native.IndexPlace]:
         """Borrow the extents of the leading records on devices, so that they stay in place."""
-        pool, lent = self._tiers.pool, list[native.IndexPlace]()
+        pool, lent = _pool(self._tiers), list[native.IndexPlace]()
         for part in ranges_of(len(known)):
-            assert isinstance(pool, DevicePool)
             lengths = [each.length for each in known[part.start : part.stop]]
             with self._tiers.lock:
                 lent += pool.lend_extents(keys[part.start : part.stop], lengths)
@@ -146,11 +143,15 @@ class DevicePageLoader(PageLoader):
         return lent
 
     def _return(self, lent: Sequence[native.IndexPlace]) -> None:
-        pool = self._tiers.pool
+        pool = _pool(self._tiers)
         for part in ranges_of(len(lent)):
-            assert isinstance(pool, DevicePool)
             with self._tiers.lock:
                 pool.return_extents(lent[part.start : part.stop])
+
+
+def _pool(tiers: Tiers) -> DevicePool:
+    assert isinstance(tiers.pool, DevicePool), "pages are loaded from devices only"
+    return tiers.pool
 
 
 def _describe(key: bytes, stored: Stored, layout: ChunkLayout) -> _Known | None:
@@ -201,7 +202,7 @@ class _Load:
         self._quiet = asyncio.Event()
 
     def _divide(self, lent: Sequence[native.IndexPlace], known: Sequence[_Known]) -> list[_Share]:
-        request, pool, shares = self._request, self._tiers.pool, list[_Share]()
+        request, shares = self._request, list[_Share]()
         layers = np.array(request.first, np.uint64)
         bodies = [
             entry.extent * BLOCK_BYTES + native.OBJECT_HEADER_BYTES + each.body
@@ -209,7 +210,7 @@ class _Load:
         ]
         extents, devices = np.array(bodies, np.uint64), np.array([entry.device for entry in lent], np.uint8)
         every = np.frombuffer(b"".join([each.checksums for each in known]), np.uint32).reshape(-1, len(layers))
-        for disk in pool.disks if isinstance(pool, DevicePool) else ():
+        for disk in _pool(self._tiers).disks:
             mine = np.flatnonzero(devices == disk.number)
             if not len(mine):
                 continue

@@ -19,12 +19,11 @@ from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from dpu_dataplane.config import DataPlaneConfig
-from dpu_dataplane.interference import Granted
 from dpu_dataplane.jobs import Job, Stop
 from dpu_dataplane.metrics import Metrics
 from dpu_dataplane.shared_rate import Mover, Turn
 from dpu_dataplane.sources.found import Cold, Stored
-from dpu_dataplane.sources.source import QUESTION_KEYS_MAX, Resources, Source, WaitingRequest
+from dpu_dataplane.sources.source import Resources, Source, WaitingRequest, questions
 from dpu_dataplane.sources.tiers.tiers import Tiers, address_of, begins_in_blocks, ranges_of
 from shadowserve.errors import RecordError, StorageError
 from shadowserve.native import Result
@@ -279,7 +278,7 @@ class Prefetcher:
         await self._gate.wait_for(lambda: not self._gate.fetches or key in self._gate.urgent or self._closing)
 
     @contextlib.asynccontextmanager
-    async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Granted]:
+    async def _turn_of(self, request: _Request, key: bytes, size: int, *, first: bool = True) -> AsyncIterator[Turn]:
         """Wait for the budget to grant bytes of a record; with the precedence of a fetch if one waits for the record.
 
         Stop if there is no grant in time, or the request began before the first bytes of the record.
@@ -431,8 +430,7 @@ class Prefetcher:
         self, source: Source, keys: Sequence[bytes], stored: dict[bytes, int], cold: dict[bytes, int]
     ) -> None:
         """Divide records into those that the source below has at hand, and those that it has in object storage."""
-        for first in range(0, len(keys), QUESTION_KEYS_MAX):
-            question = list(keys[first : first + QUESTION_KEYS_MAX])
+        for question in questions(keys):
             far: dict[bytes, int] = {}
             expected_ms = 1
             for key, found in zip(question, await source.find(question), strict=True):

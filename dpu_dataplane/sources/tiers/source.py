@@ -43,7 +43,7 @@ class TieredSource(Source):
         self._metrics = resources.metrics
         self._tiers = tiers = Tiers(config, resources)
         self._prefetcher = Prefetcher(tiers, below, config, resources)
-        self.page_loader = DevicePageLoader(tiers, self._prefetcher, resources)
+        self.page_loader = DevicePageLoader(tiers, self._prefetcher, resources) if tiers.has_devices else None
         self.name = tiers.name if below is None else below.name
         self.publishes_here = below is None
         self._open = False

@@ -12,7 +12,6 @@ from cluster_support import PASSWORD, Cluster, ClusterNode, cluster_config, slot
 from dataplane_support import (
     Client,
     keys_of,
-    kv,
     kvs,
     layout,
     listening,
@@ -90,7 +89,6 @@ async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
 async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster) -> None:
     cluster.clear()
     async with plane(cluster) as (_, client):
-        client.fill(len(KEYS))
         await client.stores(KEYS)
         for key in KEYS:
             assert cluster.master_of(key).redis.exists(storage_key(key))
@@ -158,7 +156,6 @@ async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cl
     cluster.begin_to_move(slot_of(key), source, target)
     try:
         async with plane(cluster) as (_, client):
-            client.segment.memory[: SHAPE.raw_bytes] = memoryview(kv(SHAPE, 3))
             await client.stores([key])
             assert not source.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key))
             assert target.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key)) == 1

@@ -133,7 +133,6 @@ async def test_records_are_received_over_tls_as_they_are_stored(encrypted: TlsSe
 async def test_mutual_tls_works(tmp_path: Path, certificates: Path, kind: str) -> None:
     with TlsServer(kind, tmp_path, certificates, mutual=True, password="both") as server:
         async with serving(SHAPE, len(KEYS), server, **trusting(certificates), **showing(certificates)) as (_, client):
-            client.fill(len(KEYS))
             await client.stores(KEYS)
             assert await client.fetched(KEYS) == WANTED
         await fails(server, "storage_tls_cert", **trusting(certificates))  # without a client certificate
