@@ -38,8 +38,8 @@ SMALL = {
     # Over Ceph, and for 'layers', it takes half a minute longer.
     "aggregate": "--chunks 16,256 --tokens 256 --layers 2 --repeats 1 --below memory",
     "schedule": "--mixes A,C --policies stall_opt --rate 0.2 --time 0.01 --repeats 1",
-    "nodes": "--hosts 1 --documents 2 --chunks 4 --long 16 --fetched 8 --requests 1 --repeats 1 --troubles 1 --phase 0.2 "
-    "--settle 0.2",
+    "nodes": "--hosts 1 --documents 2 --chunks 4 --long 16 --fetched 8 --requests 1 --repeats 1 --troubles 1 "
+    "--phase 0.2 --settle 0.2",
     "index": "--objects 50000 --repeats 1",
     "link": f"--rate 4 --chunks-per-gbit 0.25 --repeats 1 {NO_PEERS}",
     "lmcache": f"--chunks 1 --repeats 1 {NO_PEERS}",
@@ -51,15 +51,15 @@ SMALL = {
     "events": "--stores 8000 --repeats 1",
     "serving": f"{TINY} --prompt-chunks 2 --documents 2 --output-tokens 4 --rate 5 --link 4 --fills 3 --repeats 1 "
     f"--rounds 1 {NO_PEERS}",
-    "agents": f"{TINY} --agents 2 --turns 4 --system-tokens 256 --turn-tokens 200 --output-tokens 2 --repeats 1 --pause 0 "
-    f"{NO_PEERS}",
+    "agents": f"{TINY} --agents 2 --turns 4 --system-tokens 256 --turn-tokens 200 --output-tokens 2 --repeats 1 "
+    f"--pause 0 {NO_PEERS}",
     "sglang": f"{TINY} --prompt-chunks 2 --repeats 1 --sglang-python /nonexistent/python",
     "recovery": "--objects 2000 --pairs 1",
     "pool": "--chunks 8 --chunk-kib 256 --caps 2000,1000 --memory 500 --repeats 1",
     "interference": f"{TINY} --prompt-chunks 1 --documents 1 --lengths 4 --requests 2 --repeats 1 --rounds 3 "
     "--rounds-max 3 --phase-steps 2",
-    "budget": f"{TINY} --prompt-chunks 1 --documents 1 --read-chunks 8 --chunk-kib 256 --turns 1 --learning 1 --rounds 6 "
-    "--rounds-max 6 --phase-steps 2 --kinds reads,near_lossless,pages",
+    "budget": f"{TINY} --prompt-chunks 1 --documents 1 --read-chunks 8 --chunk-kib 256 --turns 1 --learning 1 "
+    "--rounds 6 --rounds-max 6 --phase-steps 2 --kinds reads,near_lossless,pages",
     "ablation": f"{TINY} --prompt-chunks 2 --documents 1 --output-tokens 4 --requests 2 --unloaded 1 --repeats 1",
     "disaggregation": f"{TINY} --prompt-chunks 2 --documents 2 --output-tokens 4",
     "layers": f"{TINY} --layers 3 --prompt 600:1 --prompt 700:2 --repeats 1 --no-s3 --beside 0",
@@ -106,7 +106,8 @@ if os.environ.get("TEST_NIGHTLY"):
 
 def run(tmp_path: Path, name: str) -> dict[str, Any]:
     file, plot = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
-    result = CliRunner().invoke(main, ["bench", name, *shlex.split(SMALL[name]), "--json", str(file), "--plot", str(plot)])
+    options = [*shlex.split(SMALL[name]), "--json", str(file), "--plot", str(plot)]
+    result = CliRunner().invoke(main, ["bench", name, *options])
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(file.read_text())
     assert all(chart["title"] in plot.read_text() for chart in content["charts"])
