@@ -32,13 +32,13 @@ NO_AF: Final = "no asynchronous fetching"
 @real("--loaded", 0.6, "Offered rate, relative to the highest throughput.", 0.01, 10)
 @repeats_option(3, "Turns of each system.")
 def ablation(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, output_tokens: int, requests: int,
+    report: Report, programs: Programs, model: Model, load: Load, output_tokens: int, requests: int,
     unloaded: int, loaded: float, repeats: int,
 ) -> None:  # fmt: skip
     """Serve with asynchronous fetching and without it."""
     load = replace(load, output=output_tokens, requests=requests)
     progress = programs.progress(2 * repeats + 1, "starting the engine")
-    running = Stack(programs, model, load, requests_max)
+    running = Stack(programs, model, load)
     serve = functools.partial(running.engine.serve, fetched=True)
     capacity = serve(load).throughput
     singles, offered, bursts = ({FULL: list[Served](), NO_AF: list[Served]()} for _ in range(3))

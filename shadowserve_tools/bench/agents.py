@@ -165,7 +165,7 @@ class _Run:
 @real("--link link", 4.0, "Rate of the link between engine and stores, in Gbit/s.", 0.1, 100)
 @whole("--chunk-tokens", 64, "Tokens per chunk of both caches.", 16, 4096)
 @repeats_option(2, "Rounds: each system serves once in each.")
-@listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(list(SYSTEMS)))
+@listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(SYSTEMS))
 @peers_option
 def agents(
     report: Report, programs: Programs, model: Model, agents: int, turns: int, system_tokens: int, turn_tokens: int,
@@ -202,7 +202,7 @@ class _Bench:
     def __init__(self, programs: Programs, model: Model, shape: Shape, peers_python: Path, chunk_tokens: int) -> None:
         self._programs, self._model, self._shape, self._python = programs, model, shape, peers_python
         self._chunk_tokens = chunk_tokens
-        self._load = Load(chunks=-(-shape.context_tokens // DEFAULT_CHUNK_TOKENS), documents=1, output=shape.output)
+        self._load = Load.of_prompt(shape.context_tokens, output=shape.output, running_max=shape.agents)
         self._network: Network = LOOPBACK
         self.runs: defaultdict[str, list[_Run]] = defaultdict(list)
         self.absent: dict[str, str] = {}
@@ -285,7 +285,7 @@ class _Bench:
         for half, turns in enumerate(_halves(self._shape.requests(number), self._shape.turns)):
             with ExitStack() as stack, system.side():
                 engine = host.start_engine(
-                    f"engine-{half}", system.transfer, self._shape.agents, stack, packages=system.packages, **options
+                    f"engine-{half}", system.transfer, stack, packages=system.packages, **options
                 )
                 engine.ask(made_up(DEFAULT_CHUNK_TOKENS, _WARM_UP), self._shape.output)
                 self._converse(run, engine, turns, restarted=half == 1)

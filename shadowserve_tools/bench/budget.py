@@ -122,7 +122,7 @@ class _Steps:
 @whole("--phase-steps", 24, "Steps of a phase.", 2, LEARNING_STEPS)
 @folder_option("Folder of the device's file. [default: memory, if it has space]")
 def budget(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, kinds: list[str],
+    report: Report, programs: Programs, model: Model, load: Load, kinds: list[str],
     read_chunks: int, chunk_kib: int, cap: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int,
     seconds: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
@@ -134,7 +134,7 @@ def budget(
         return
     load = holding(load, len(moved), LEARNING_STEPS)
     load = holding(load, 2 * len(moved) + 1, phase_steps)
-    running = Stack(programs, model, load, requests_max)
+    running = Stack(programs, model, load)
     movings = _fetching(programs, running, [kind for kind in moved if kind in FETCHED])
     if PAGES in moved:
         paged = _paged(programs, running)

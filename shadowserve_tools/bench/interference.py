@@ -96,14 +96,14 @@ class _Results:
 @whole("--seconds", 300, "Seconds after which no more rounds begin than the least.")
 @whole("--phase-steps", 10, "Steps of a phase.", most=16)
 def interference(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, lengths: list[int], loaded: float,
+    report: Report, programs: Programs, model: Model, load: Load, lengths: list[int], loaded: float,
     requests: int, repeats: int, batch: int, rounds: int, rounds_max: int, seconds: int, phase_steps: int,
 ) -> None:  # fmt: skip
     """Measure decode steps and requests of an engine while KV is fetched."""
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
-    running = Stack(programs, model, decoding, requests_max)
+    running = Stack(programs, model, decoding)
     _measure_decoding(results, programs, running, batch, (rounds, rounds_max, seconds), phase_steps)
     _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
     _report_decoding(report, results)

@@ -135,7 +135,6 @@ class _Case:
     0.05, 20,
 )  # fmt: skip
 @real("--ring", 0.25, "Share of the longest stored prefix that the registered memory holds.", 0.01, 1)
-@whole("--connections", 2, "Connections from the data plane to the store.", most=64)
 @click.option(
     "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
     help="Also measure a store that reads from a bucket, of Ceph if it is installed.",
@@ -147,7 +146,7 @@ class _Case:
 @repeats_option(5)
 def layers(
     report: Report, programs: Programs, model: Model, prompts: tuple[str, ...], transfer: float, ring: float,
-    connections: int, over_s3: bool, tiers: bool, folder: Path | None, beside: int, pairs: int, repeats: int,
+    over_s3: bool, tiers: bool, folder: Path | None, beside: int, pairs: int, repeats: int,
 ) -> None:  # fmt: skip
     """Compare loading layer by layer with loading chunk by chunk.
 
@@ -157,7 +156,7 @@ def layers(
     chunk_bytes = DEFAULT_CHUNK_TOKENS * model.kv_bytes
     buffer = int(max(ring * max(case.chunks for case in cases), 2) * chunk_bytes)
     bed = Bed(
-        programs, model, cases[-1].tokens, connections, over_s3, requests_max=max(2 * beside, 1), layer_order=True,
+        programs, model, cases[-1].tokens, over_s3, running_max=max(2 * beside, 1), layer_order=True,
         fetch_buffer_bytes=buffer,
     )  # fmt: skip
     names = [name for name, system in _SYSTEMS.items() if (over_s3 or not system.cold) and system.near is None]

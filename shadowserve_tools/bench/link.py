@@ -20,7 +20,7 @@ from typing import Final
 import numpy as np
 
 from shadowserve.chunk import Quantizer
-from shadowserve_tools.bench.fetch import LIMIT, add_ours, add_raw, codec_option, name_of, peers_option, raw_values
+from shadowserve_tools.bench.fetch import LIMIT, add_ours, add_raw, name_of, peers_option, raw_values
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b
 from shadowserve_tools.bench.peers.contender import Costs, Field
@@ -41,10 +41,9 @@ COLUMNS: Final = (
 @real("--rate rates", (1.0, 2.0, 4.0, 8.0), "Rate of the link, in Gbit/s; repeatable.", 0.1, 100)
 @real("--chunks-per-gbit", 2.0, "Chunks of 256 tokens for each Gbit/s, so that all rates take equally long.", 0.1, 64)
 @repeats_option(3)
-@codec_option
 @peers_option
 def link(
-    report: Report, programs: Programs, rates: tuple[float, ...], chunks_per_gbit: float, repeats: int, codec: str,
+    report: Report, programs: Programs, rates: tuple[float, ...], chunks_per_gbit: float, repeats: int,
     peers_python: Path,
 ) -> None:  # fmt: skip
     """Compare fetches through links of limited rates.
@@ -55,9 +54,9 @@ def link(
     counts = {rate: max(1, round(rate * chunks_per_gbit)) for rate in rates}
     chunks = max(counts.values())
     network = programs.enter_context(linked())
-    lossless = llama_8b(chunks, codec=codec)
-    near = llama_8b(chunks, quantizer=Quantizer.WEIGHTED, codec=codec)
-    binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
+    lossless = llama_8b(chunks)
+    near = llama_8b(chunks, quantizer=Quantizer.WEIGHTED)
+    binned = llama_8b(chunks, quantizer=Quantizer.BINNED)
     simple = llama_8b(chunks, quantizer=Quantizer.BINNED, codec="deflate")
     bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks, network)
     field = Field()

@@ -21,7 +21,6 @@ from typing import Any, Final
 import numpy as np
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Host, Load, Model, shape_options, write_model
@@ -111,18 +110,16 @@ def oversubscription(
 
 
 def _engines(programs: Programs, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
-    tokens = requests.prompt + requests.output
-    load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
+    load = Load.of_prompt(requests.prompt + requests.output, running_max=demand_max * requests.fit)
     host = Host(programs, programs.logs, model, load)
     write_model(host.folder, model, load)
     # Space for all requests of a turn, and for the rest of the turn before.
-    budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
+    budget = 2 * load.running_max * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
     plane = host.start_plane("", "--tiers", json.dumps({"memory_budget_bytes": budget}))
     return {
         name: host.start_engine(
             name,
             transfer,
-            demand_max * requests.fit,
             kv_cache_memory_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
             dtype="float32",
             enable_prefix_caching=True,

@@ -1,7 +1,7 @@
 """Commands of benchmarks and their options."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def numbers_option(
     return listed(flags, default, help_, read, count, metavar="N,...")
 
 
-def one_of(names: Sequence[str]) -> Callable[[str], str]:
+def one_of(names: Collection[str]) -> Callable[[str], str]:
     """Return a reader of :func:`listed` that takes these values."""
 
     def read(part: str) -> str:
