@@ -37,6 +37,7 @@ from shadowserve_tools.bench.peers.contender import Contender, Costs, Field
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
 from shadowserve_tools.bench.peers.installed import (
     DEFAULT_PYTHON,
+    L2,
     Bed,
     Starts,
     add_installed,
@@ -87,7 +88,7 @@ def fetch(report: Report, programs: Programs, chunks: int, repeats: int, peers_p
     redis = add_raw(field, programs, bed, [(tuned, pieces) for tuned in (False, True) for pieces in (False, True)])
     starts: Starts = {
         "LMCache, lm://": ("lmcache", lmcache),
-        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=redis)),
+        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, l2=L2(redis=redis))),
         "Mooncake store, TCP": ("mooncake", mooncake),
     }
     add_installed(field, programs, bed, starts)

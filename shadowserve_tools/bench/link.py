@@ -24,7 +24,7 @@ from shadowserve_tools.bench.fetch import LIMIT, add_ours, add_raw, name_of, pee
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b
 from shadowserve_tools.bench.peers.contender import Costs, Field
-from shadowserve_tools.bench.peers.installed import Bed, Starts, add_installed, lmcache, lmcache_server
+from shadowserve_tools.bench.peers.installed import L2, Bed, Starts, add_installed, lmcache, lmcache_server
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
@@ -62,7 +62,7 @@ def link(
     field = Field()
     add_ours(field, programs, bed, {name_of(each): each for each in (lossless, near, binned)}, simple)
     redis = add_raw(field, programs, bed, [(True, True)])
-    fp8 = functools.partial(lmcache_server, redis=redis, serde="fp8")
+    fp8 = functools.partial(lmcache_server, l2=L2(redis=redis, serde="fp8"))
     starts: Starts = {
         "LMCache, lm://": ("lmcache", lmcache),
         "LMCache server, fp8 (lossy), Redis tuned": ("lmcache", fp8),
