@@ -16,6 +16,16 @@ from shadowserve_tools.plane_stats import percent, since, table_of
 
 _AT_ONCE: Final = 32
 _ERROR_CHARACTERS_MAX: Final = 60
+_FIGURES: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
+    "load_s": ("load", lambda seconds: f"{1e3 * (seconds or 0):,.1f} ms"),
+    "read_hit_rate": ("read hits", percent),
+    "lookup_hit_rate": ("lookup hits", percent),
+    "sent_bytes_per_s": ("sent", lambda rate: f"{human_size(rate)}/s"),
+    "memory_used_bytes": ("stored", human_size),
+    "records": ("records", "{:,}".format),
+    "bucket_requests": ("bucket requests", lambda count: "-" if count is None else f"{count:,}"),
+}
+"""Figures of a node that answers: the heading and the text of each."""
 
 
 class _Node(Protocol):
@@ -86,18 +96,10 @@ class FleetView:
                 broken.close()
             return row | {"state": str(error) or repr(error)}
         bucket = view.get("bucket")
-        names = (
-            "load_s",
-            "read_hit_rate",
-            "lookup_hit_rate",
-            "sent_bytes_per_s",
-            "memory_used_bytes",
-            "records",
-            "since",
-        )
         requests = None if bucket is None else bucket["lists"] + bucket["requests"] + bucket["written_objects"]
         state = "bucket unreachable" if bucket is not None and not bucket["up"] else "ok"
-        return row | {name: view.get(name) for name in names} | {"bucket_requests": requests, "state": state}
+        figures = {name: view.get(name) for name in (*_FIGURES, "since")}
+        return row | figures | {"bucket_requests": requests, "state": state}
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
@@ -105,31 +107,9 @@ class FleetView:
         known = [each for each in nodes if "load_s" in each]
         head = f"{escape(where)}, fleet of {len(nodes)} storage nodes, {len(nodes) - len(known)} do not answer"
         period = since(known[0]) if known else ""
-        columns = (
-            "weight",
-            "share",
-            "load",
-            "read hits",
-            "lookup hits",
-            "sent",
-            "stored",
-            "records",
-            "bucket requests",
-        )
-        table = table_of("node", *columns, "state")
+        table = table_of("node", "weight", "share", *(heading for heading, _ in _FIGURES.values()), "state")
         for each in nodes:
-            cells = ["-"] * 7
-            if "load_s" in each:
-                bucket = each["bucket_requests"]
-                cells = [
-                    f"{1e3 * (each['load_s'] or 0):,.1f} ms",
-                    percent(each["read_hit_rate"]),
-                    percent(each["lookup_hit_rate"]),
-                    f"{human_size(each['sent_bytes_per_s'])}/s",
-                    human_size(each["memory_used_bytes"]),
-                    f"{each['records']:,}",
-                    "-" if bucket is None else f"{bucket:,}",
-                ]
+            cells = [text(each[name]) if name in each else "-" for name, (_, text) in _FIGURES.items()]
             sound = each["state"] == "ok"
             state = "ok" if sound else f"[red]{escape(each['state'][:_ERROR_CHARACTERS_MAX])}[/red]"
             table.add_row(escape(each["address"]), f"{each['weight']:g}", percent(each["share"]), *cells, state)

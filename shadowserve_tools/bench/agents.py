@@ -37,7 +37,7 @@ import psutil
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.fetch import peers_option
-from shadowserve_tools.bench.parts.options import benchmark, listed, one_of, real, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, grouped, listed, one_of, real, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Host, Load, Model, made_up, p95, shape_options, write_model
 from shadowserve_tools.bench.parts.systems import LOCAL_SHM, OFF, REDIS_SHM, System, lmcache
 from shadowserve_tools.bench.peers.installed import NOT_INSTALLED, does_not_run, installed
@@ -156,31 +156,24 @@ class _Run:
     bars=["tokens_per_s", "tpot_ms"],
 )  # fmt: skip
 @shape_options(8, 512, 16, 128)
-@whole("--agents", 4, "Agents.", 2)
-@whole("--turns", 30, "Turns of each agent, without those of its subagents.", 4, 200)
-@whole("--system-tokens", 512, "Tokens of the system prompt, which all agents share.")
-@whole("--turn-tokens", 160, "Tokens that a turn adds, such as a tool's result.")
-@whole("--output-tokens", 16, "Tokens of an answer.", 2, 128)
-@real("--pause", 0.1, "Seconds from an answer to the next turn.", 0, 60)
+@grouped("shape", Shape, {
+    "agents": whole("--agents", 4, "Agents.", 2),
+    "turns": whole("--turns", 30, "Turns of each agent, without those of its subagents.", 4, 200),
+    "system_tokens": whole("--system-tokens", 512, "Tokens of the system prompt, which all agents share."),
+    "turn_tokens": whole("--turn-tokens", 160, "Tokens that a turn adds, such as a tool's result."),
+    "output": whole("--output-tokens output", 16, "Tokens of an answer.", 2, 128),
+    "pause": real("--pause", 0.1, "Seconds from an answer to the next turn.", 0, 60),
+})  # fmt: skip
 @real("--link link", 4.0, "Rate of the link between engine and stores, in Gbit/s.", 0.1, 100)
 @whole("--chunk-tokens", 64, "Tokens per chunk of both caches.", 16, 4096)
 @repeats_option(2, "Rounds: each system serves once in each.")
 @listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(SYSTEMS))
 @peers_option
 def agents(
-    report: Report, programs: Programs, model: Model, agents: int, turns: int, system_tokens: int, turn_tokens: int,
-    output_tokens: int, pause: float, link: float, chunk_tokens: int, repeats: int, systems: list[str],
-    peers_python: Path,
+    report: Report, programs: Programs, model: Model, shape: Shape, link: float, chunk_tokens: int, repeats: int,
+    systems: list[str], peers_python: Path,
 ) -> None:  # fmt: skip
     """Serve long conversations of agents with ShadowServe, with LMCache and without a cache."""
-    shape = Shape(
-        agents=agents,
-        turns=turns,
-        system_tokens=system_tokens,
-        turn_tokens=turn_tokens,
-        output=output_tokens,
-        pause=pause,
-    )
     bench = _Bench(programs, model, shape, peers_python, chunk_tokens)
     bench.prepare(link if any(name.endswith("_link") for name in systems) else 0.0)
     progress = programs.progress(repeats * len(systems))

@@ -1,7 +1,7 @@
 """Commands of benchmarks and their options."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,23 @@ def real(
 def choice(flags: str, names: Iterable[str], default: str | tuple[str, ...], help_: str) -> Decorator:
     """Add an option whose value is one of some names, or several of them if the default is a tuple."""
     return _option(flags, click.Choice(list(names)), default, help_)
+
+
+def grouped(name: str, kind: Callable[..., Any], options: Mapping[str, Decorator]) -> Decorator:
+    """Add options that become one argument, ``name``: a ``kind`` with an attribute for each option."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_group(*arguments: Any, **values: Any) -> None:
+            attributes = {each: values.pop(each) for each in options}
+            command(*arguments, **{name: kind(**attributes)}, **values)
+
+        decorated: Callable[..., None] = with_group
+        for option in reversed(list(options.values())):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
 def repeats_option(default: int, help_: str = "Number of pairs.", most: int = 50) -> Decorator:

@@ -6,7 +6,6 @@ in nothing else take turns within seconds.
 """
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -15,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
-from shadowserve_tools.bench.parts.options import Decorator, whole
+from shadowserve_tools.bench.parts.options import Decorator, grouped, whole
 from shadowserve_tools.bench.parts.workload import STEP_OF_SPREAD
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
@@ -310,23 +309,6 @@ def plugin(config: dict[str, Any]) -> dict[str, Any]:
         "kv_connector_module_path": "host_control.vllm.connector",
         "kv_connector_extra_config": {"computing_cache": "none", "layer_order": False, **config},
     }
-
-
-def grouped(name: str, kind: Callable[..., Any], options: Mapping[str, Decorator]) -> Decorator:
-    """Add options that become one argument, ``name``: a ``kind`` with an attribute for each option."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_group(*arguments: Any, **values: Any) -> None:
-            attributes = {each: values.pop(each) for each in options}
-            command(*arguments, **{name: kind(**attributes)}, **values)
-
-        decorated: Callable[..., None] = with_group
-        for option in reversed(list(options.values())):
-            decorated = option(decorated)
-        return decorated
-
-    return decorate
 
 
 def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decorator:
