@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,6 +13,7 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.placement import PARTITIONS, Placement
 from shadowserve.sizes import human_size
 from shadowserve_tools.plane_stats import percent, since, table_of
+from shadowserve_tools.summaries import Source
 
 _AT_ONCE: Final = 32
 _ERROR_CHARACTERS_MAX: Final = 60
@@ -26,12 +27,6 @@ _FIGURES: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
     "bucket_requests": ("bucket requests", lambda count: "-" if count is None else f"{count:,}"),
 }
 """Figures of a node that answers: the heading and the text of each."""
-
-
-class _Node(Protocol):
-    def step(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
 
 
 def given_members(where: str) -> members.Given | None:
@@ -60,10 +55,10 @@ def with_members(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
 class FleetView:
     """Successive views of all nodes; ``connect`` returns the source of one, by its address."""
 
-    def __init__(self, given: members.Given, connect: Callable[[str], _Node]) -> None:
+    def __init__(self, given: members.Given, connect: Callable[[str], Source]) -> None:
         self._given = given
         self._connect = connect
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Source] = {}
         self._placement = Placement({})
         self._shares: Mapping[str, float] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "fleet")
