@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.sizes import human_size
 
 Point = tuple[float | str, float]
 """Position along x, and the value. The position is the name of a group where the chart has bars."""
@@ -77,7 +76,6 @@ class Chart:
             bars for each distinct x.
         x_log: Logarithmic x axis.
         y_log: Logarithmic axis of the values.
-        x_bytes: The x axis counts bytes; its ticks have the units KiB and MiB.
         highlight: Groups of bars in the strong colour, if there is one series. All, if empty.
         dots: Labels of series that are not joined although the chart has lines, such as single measurements.
         errors: Lowest and highest value of each point, by label. Drawn as error bars.
@@ -92,7 +90,6 @@ class Chart:
     kind: Literal["lines", "points", "bars"] = "lines"
     x_log: bool = False
     y_log: bool = False
-    x_bytes: bool = False
     highlight: Sequence[str] = ()
     dots: Sequence[str] = ()
     errors: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
@@ -203,16 +200,11 @@ def _draw_lines(chart: Chart, axes: Any) -> None:
 def _scale_x(chart: Chart, axes: Any) -> None:
     xs = sorted({float(x) for points in chart.series.values() for x, _ in points})
     if chart.x_log:
-        axes.set_xscale("log", base=2 if chart.x_bytes else 10)
+        axes.set_xscale("log")
         if len(xs) <= 8:  # one tick for each point
-            axes.set_xticks(
-                xs, [human_size(x) if chart.x_bytes else f"{x:,g}" for x in xs], rotation=45 * (len(xs) > 6)
-            )
+            axes.set_xticks(xs, [f"{x:,g}" for x in xs], rotation=45 * (len(xs) > 6))
             axes.set_xticks([], minor=True)
-            return
-    if chart.x_bytes:
-        axes.xaxis.set_major_formatter(lambda x, _: human_size(x))
-    elif not chart.x_log and xs and xs[-1] >= 1e5:
+    elif xs and xs[-1] >= 1e5:
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:,.0f}")  # instead of a power of ten in the corner
         axes.locator_params(axis="x", nbins=6)
 

@@ -35,9 +35,10 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve.native import BACKENDS
 from shadowserve_tools.bench.parts.serving import p95
-from shadowserve_tools.charts import Chart, draw, require_matplotlib
+from shadowserve_tools.charts import Chart, draw
 from shadowserve_tools.demo_model import OWN_MODEL, default_model
 from shadowserve_tools.processes import Child, free_port, http_request, start_data_plane, start_storage, started
+from shadowserve_tools.report import Output, output_options
 
 SERVED_NAME: Final = "demo"
 QUIET_S: Final = 3.0
@@ -117,10 +118,9 @@ class Phase:
     "--backend", default="software", type=click.Choice(BACKENDS),
     help="Backend of the data plane. Without a DPU, doca is an emulator.",
 )  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the table as JSON.")
-@click.option("--plot", "plot_file", type=click.Path(dir_okay=False, path_type=Path), help="Draw TTFT, as PNG or SVG.")
 @click.option("--keep-logs", type=click.Path(file_okay=False), help="Folder for the logs of all processes.")
-def demo(json_file: str | None, plot_file: Path | None, keep_logs: str | None, **options: Any) -> None:
+@output_options
+def demo(keep_logs: str | None, output: Output, **options: Any) -> None:
     """Store KV with one engine, load it with another one, and show the difference. All parts are real.
 
     Starts a storage node, a data plane and vLLM with the plugin, and asks questions about pages of the Python
@@ -129,8 +129,6 @@ def demo(json_file: str | None, plot_file: Path | None, keep_logs: str | None, *
     """
     if not shutil.which("vllm", path=_path()):
         raise ShadowServeError("the demo needs vLLM, and there is no 'vllm' command: run 'make setup' in a checkout")
-    if plot_file:
-        require_matplotlib()
     console = Console()
     options["chat"] = False
     if options["model"] is None:
@@ -159,9 +157,9 @@ def demo(json_file: str | None, plot_file: Path | None, keep_logs: str | None, *
                 phase.bytes_stored = stages.stored_bytes - before.stored_bytes
                 phase.bytes_fetched = stages.fetched_bytes - before.fetched_bytes
             phases.append(phase)
-    if plot_file:
-        _plot(phases, plot_file)
-    _report(console, phases, stages, options, json_file)
+    if output.plot_file:
+        _plot(phases, output.plot_file)
+    _report(console, phases, stages, options, output)
 
 
 def _path() -> str:
@@ -319,7 +317,7 @@ def _picture(phases: list[Phase], *, answers: bool) -> Table:
     return table
 
 
-def _report(console: Console, phases: list[Phase], stages: Any, options: dict[str, Any], json_file: str | None) -> None:
+def _report(console: Console, phases: list[Phase], stages: Any, options: dict[str, Any], output: Output) -> None:
     cold, warm = (phase.summary() for phase in phases)
     table = Table("", *(phase.name for phase in phases), title="Two engines, the same conversations")
     for label, key, unit, form in (
@@ -345,7 +343,7 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
     saved = f"{warm['tokens_fetched']:,d} tokens loaded instead of computed ({share:.1%} of those in chunks)"
     console.print(f"TTFT: {ratio:.1f} times lower; {saved}.", soft_wrap=True)
     console.print(f"Outputs {'agree, token by token' if agree else 'DIFFER'}.")
-    if json_file:
+    if output.json_file:
         asked = [
             dict(zip(("document", "question", "answer", "loaded_tokens"), each, strict=True))
             | {"ttft_cold_s": before, "ttft_warm_s": after}
@@ -353,7 +351,7 @@ def _report(console: Console, phases: list[Phase], stages: Any, options: dict[st
         ]
         table_data = {"backend": stages.backend, "phases": [cold, warm], "asked": asked, "outputs_agree": agree}
         table_data["model"] = options["model"]
-        Path(json_file).write_text(json.dumps(table_data, indent=2) + "\n")
+        output.json_file.write_text(json.dumps(table_data, indent=2) + "\n")
     if options["quantizer"] == "lossless" and not agree:
         raise ShadowServeError("the outputs differ although the KV is lossless; please report it with the logs")
     if share < 0.95:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -13,15 +13,20 @@ from shadowserve.errors import ConfigurationError
 from shadowserve.placement import PARTITIONS, Placement
 from shadowserve.sizes import human_size
 from shadowserve_tools.plane_stats import percent, since, table_of
+from shadowserve_tools.summaries import Source
 
 _AT_ONCE: Final = 32
 _ERROR_CHARACTERS_MAX: Final = 60
-
-
-class _Node(Protocol):
-    def step(self) -> dict[str, Any]: ...
-
-    def close(self) -> None: ...
+_FIGURES: Final[dict[str, tuple[str, Callable[[Any], str]]]] = {
+    "load_s": ("load", lambda seconds: f"{1e3 * (seconds or 0):,.1f} ms"),
+    "read_hit_rate": ("read hits", percent),
+    "lookup_hit_rate": ("lookup hits", percent),
+    "sent_bytes_per_s": ("sent", lambda rate: f"{human_size(rate)}/s"),
+    "memory_used_bytes": ("stored", human_size),
+    "records": ("records", "{:,}".format),
+    "bucket_requests": ("bucket requests", lambda count: "-" if count is None else f"{count:,}"),
+}
+"""Figures of a node that answers: the heading and the text of each."""
 
 
 def given_members(where: str) -> members.Given | None:
@@ -50,10 +55,10 @@ def with_members(addresses: Iterable[str]) -> Iterator[tuple[str, str]]:
 class FleetView:
     """Successive views of all nodes; ``connect`` returns the source of one, by its address."""
 
-    def __init__(self, given: members.Given, connect: Callable[[str], _Node]) -> None:
+    def __init__(self, given: members.Given, connect: Callable[[str], Source]) -> None:
         self._given = given
         self._connect = connect
-        self._nodes: dict[str, _Node] = {}
+        self._nodes: dict[str, Source] = {}
         self._placement = Placement({})
         self._shares: Mapping[str, float] = {}
         self._pool = ThreadPoolExecutor(_AT_ONCE, "fleet")
@@ -86,18 +91,10 @@ class FleetView:
                 broken.close()
             return row | {"state": str(error) or repr(error)}
         bucket = view.get("bucket")
-        names = (
-            "load_s",
-            "read_hit_rate",
-            "lookup_hit_rate",
-            "sent_bytes_per_s",
-            "memory_used_bytes",
-            "records",
-            "since",
-        )
         requests = None if bucket is None else bucket["lists"] + bucket["requests"] + bucket["written_objects"]
         state = "bucket unreachable" if bucket is not None and not bucket["up"] else "ok"
-        return row | {name: view.get(name) for name in names} | {"bucket_requests": requests, "state": state}
+        figures = {name: view.get(name) for name in (*_FIGURES, "since")}
+        return row | figures | {"bucket_requests": requests, "state": state}
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         """Return a view for the terminal."""
@@ -105,31 +102,9 @@ class FleetView:
         known = [each for each in nodes if "load_s" in each]
         head = f"{escape(where)}, fleet of {len(nodes)} storage nodes, {len(nodes) - len(known)} do not answer"
         period = since(known[0]) if known else ""
-        columns = (
-            "weight",
-            "share",
-            "load",
-            "read hits",
-            "lookup hits",
-            "sent",
-            "stored",
-            "records",
-            "bucket requests",
-        )
-        table = table_of("node", *columns, "state")
+        table = table_of("node", "weight", "share", *(heading for heading, _ in _FIGURES.values()), "state")
         for each in nodes:
-            cells = ["-"] * 7
-            if "load_s" in each:
-                bucket = each["bucket_requests"]
-                cells = [
-                    f"{1e3 * (each['load_s'] or 0):,.1f} ms",
-                    percent(each["read_hit_rate"]),
-                    percent(each["lookup_hit_rate"]),
-                    f"{human_size(each['sent_bytes_per_s'])}/s",
-                    human_size(each["memory_used_bytes"]),
-                    f"{each['records']:,}",
-                    "-" if bucket is None else f"{bucket:,}",
-                ]
+            cells = [text(each[name]) if name in each else "-" for name, (_, text) in _FIGURES.items()]
             sound = each["state"] == "ok"
             state = "ok" if sound else f"[red]{escape(each['state'][:_ERROR_CHARACTERS_MAX])}[/red]"
             table.add_row(escape(each["address"]), f"{each['weight']:g}", percent(each["share"]), *cells, state)

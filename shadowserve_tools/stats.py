@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import unquote
 
 import click
@@ -26,7 +26,7 @@ from shadowserve_tools.fleet_stats import FleetView, given_members
 from shadowserve_tools.listener import identify
 from shadowserve_tools.plane_stats import PlaneWatcher, percent, since, table_of
 from shadowserve_tools.storage_client import Login, StorageClient
-from shadowserve_tools.summaries import MetricsWatcher, is_url, rendered, summarized
+from shadowserve_tools.summaries import MetricsWatcher, Source, is_url, rendered, summarized
 from storage_kv.metric_table import BUCKET, NODE, STORE, info_name
 
 _SECTIONS: Final = ("server", "clients", "memory", "stats", "shadowserve", "commandstats", "devices", "tenants")
@@ -73,18 +73,6 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
-
-
-class Source(Protocol):
-    """Successive views of one program."""
-
-    def step(self) -> dict[str, Any]:
-        """Return the view now, with its ``summary``; a ShadowServeError says why there is none."""
-
-    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
-        """Return a view for the terminal."""
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)

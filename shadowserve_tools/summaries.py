@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
 from rich.box import SIMPLE_HEAD
@@ -29,6 +29,18 @@ _STYLES: Final = {"good": "green", "idle": "dim", "warning": "yellow", "bad": "b
 def is_url(address: str) -> bool:
     """Return True for the URL of a metrics endpoint."""
     return address.startswith(("http://", "https://"))
+
+
+class Source(Protocol):
+    """Successive views of one program."""
+
+    def step(self) -> dict[str, Any]:
+        """Return the view now, with its ``summary``; a ShadowServeError says why there is none."""
+
+    def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
+        """Return a view for the terminal."""
+
+    def close(self) -> None: ...
 
 
 class MetricsWatcher:

@@ -12,13 +12,15 @@ import functools
 from dataclasses import replace
 from typing import Final
 
-from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Load, Model, Served, Stack, model_options, p95
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, over
 
 FULL: Final = "shadowserve"
 NO_AF: Final = "no asynchronous fetching"
+LOADED: Final = 0.6
+"""Offered rate, relative to the highest throughput."""
 
 
 @benchmark(
@@ -29,16 +31,15 @@ NO_AF: Final = "no asynchronous fetching"
 @whole("--output-tokens", 32, "Tokens of an answer.", 2)
 @whole("--requests", 16, "Requests of a loaded run.")
 @whole("--unloaded", 4, "Requests of an unloaded run.")
-@real("--loaded", 0.6, "Offered rate, relative to the highest throughput.", 0.01, 10)
 @repeats_option(3, "Turns of each system.")
 def ablation(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, output_tokens: int, requests: int,
-    unloaded: int, loaded: float, repeats: int,
+    report: Report, programs: Programs, model: Model, load: Load, output_tokens: int, requests: int,
+    unloaded: int, repeats: int,
 ) -> None:  # fmt: skip
     """Serve with asynchronous fetching and without it."""
     load = replace(load, output=output_tokens, requests=requests)
     progress = programs.progress(2 * repeats + 1, "starting the engine")
-    running = Stack(programs, model, load, requests_max)
+    running = Stack(programs, model, load)
     serve = functools.partial(running.engine.serve, fetched=True)
     capacity = serve(load).throughput
     singles, offered, bursts = ({FULL: list[Served](), NO_AF: list[Served]()} for _ in range(3))
@@ -48,7 +49,7 @@ def ablation(
             progress(system)
             running.engine.call("switch", asynchronous=system != NO_AF)
             singles[system] += [serve(replace(load, requests=1)) for _ in range(unloaded)]
-            offered[system].append(serve(replace(load, rate=loaded * capacity, seed=turn)))
+            offered[system].append(serve(replace(load, rate=LOADED * capacity, seed=turn)))
             bursts[system].append(serve(load))
             running.engine.call("switch", asynchronous=True)
     for system, runs in offered.items():

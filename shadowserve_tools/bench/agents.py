@@ -37,7 +37,7 @@ import psutil
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.fetch import peers_option
-from shadowserve_tools.bench.parts.options import benchmark, listed, one_of, real, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, grouped, listed, one_of, real, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Host, Load, Model, made_up, p95, shape_options, write_model
 from shadowserve_tools.bench.parts.systems import LOCAL_SHM, OFF, REDIS_SHM, System, lmcache
 from shadowserve_tools.bench.peers.installed import NOT_INSTALLED, does_not_run, installed
@@ -65,6 +65,7 @@ RATIOS: Final = (
 _SPAWNS: Final = (0.25, 0.75)
 """Turns, as shares of a conversation, after which every second agent starts a subagent."""
 _SUBAGENT_TURNS: Final = 2
+_CHUNK_TOKENS: Final = 64
 _CONTEXTS: Final = 2.2
 """Largest contexts that the engine's memory holds."""
 _SAME_MIN: Final = 0.5
@@ -81,7 +82,7 @@ class Shape:
     turns: int
     system_tokens: int
     turn_tokens: int
-    output: int
+    output_tokens: int
     pause: float
 
     def requests(self, number: int) -> list[dict[str, Any]]:
@@ -93,9 +94,9 @@ class Shape:
             """Add a turn, which extends its context by its input and the recorded answer; return its index."""
             context.append((next(seeds), self.turn_tokens))
             found.append(
-                {"parts": list(context), "output": self.output, "at": self.pause, "after": after, "turn": turn}
+                {"parts": list(context), "output": self.output_tokens, "at": self.pause, "after": after, "turn": turn}
             )
-            context.append((next(seeds), self.output))
+            context.append((next(seeds), self.output_tokens))
             return len(found) - 1
 
         system = next(seeds), self.system_tokens
@@ -112,7 +113,7 @@ class Shape:
     @property
     def context_tokens(self) -> int:
         """Tokens of the largest prompt, with its output."""
-        each = self.turn_tokens + self.output
+        each = self.turn_tokens + self.output_tokens
         return self.system_tokens + (self.turns + _SUBAGENT_TURNS) * each
 
 
@@ -156,32 +157,24 @@ class _Run:
     bars=["tokens_per_s", "tpot_ms"],
 )  # fmt: skip
 @shape_options(8, 512, 16, 128)
-@whole("--agents", 4, "Agents.", 2)
-@whole("--turns", 30, "Turns of each agent, without those of its subagents.", 4, 200)
-@whole("--system-tokens", 512, "Tokens of the system prompt, which all agents share.")
-@whole("--turn-tokens", 160, "Tokens that a turn adds, such as a tool's result.")
-@whole("--output-tokens", 16, "Tokens of an answer.", 2, 128)
-@real("--pause", 0.1, "Seconds from an answer to the next turn.", 0, 60)
+@grouped("shape", Shape, {
+    "agents": whole("--agents", 4, "Agents.", 2),
+    "turns": whole("--turns", 30, "Turns of each agent, without those of its subagents.", 4, 200),
+    "system_tokens": whole("--system-tokens", 512, "Tokens of the system prompt, which all agents share."),
+    "turn_tokens": whole("--turn-tokens", 160, "Tokens that a turn adds, such as a tool's result."),
+    "output_tokens": whole("--output-tokens", 16, "Tokens of an answer.", 2, 128),
+    "pause": real("--pause", 0.1, "Seconds from an answer to the next turn.", 0, 60),
+})  # fmt: skip
 @real("--link link", 4.0, "Rate of the link between engine and stores, in Gbit/s.", 0.1, 100)
-@whole("--chunk-tokens", 64, "Tokens per chunk of both caches.", 16, 4096)
 @repeats_option(2, "Rounds: each system serves once in each.")
-@listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(list(SYSTEMS)))
+@listed("--systems", ",".join(SYSTEMS), "Systems to measure.", one_of(SYSTEMS))
 @peers_option
 def agents(
-    report: Report, programs: Programs, model: Model, agents: int, turns: int, system_tokens: int, turn_tokens: int,
-    output_tokens: int, pause: float, link: float, chunk_tokens: int, repeats: int, systems: list[str],
-    peers_python: Path,
+    report: Report, programs: Programs, model: Model, shape: Shape, link: float, repeats: int,
+    systems: list[str], peers_python: Path,
 ) -> None:  # fmt: skip
     """Serve long conversations of agents with ShadowServe, with LMCache and without a cache."""
-    shape = Shape(
-        agents=agents,
-        turns=turns,
-        system_tokens=system_tokens,
-        turn_tokens=turn_tokens,
-        output=output_tokens,
-        pause=pause,
-    )
-    bench = _Bench(programs, model, shape, peers_python, chunk_tokens)
+    bench = _Bench(programs, model, shape, peers_python)
     bench.prepare(link if any(name.endswith("_link") for name in systems) else 0.0)
     progress = programs.progress(repeats * len(systems))
     for number in range(repeats):
@@ -199,10 +192,9 @@ class _Bench:
         absent: Why a system does not run.
     """
 
-    def __init__(self, programs: Programs, model: Model, shape: Shape, peers_python: Path, chunk_tokens: int) -> None:
+    def __init__(self, programs: Programs, model: Model, shape: Shape, peers_python: Path) -> None:
         self._programs, self._model, self._shape, self._python = programs, model, shape, peers_python
-        self._chunk_tokens = chunk_tokens
-        self._load = Load(chunks=-(-shape.context_tokens // DEFAULT_CHUNK_TOKENS), documents=1, output=shape.output)
+        self._load = Load.of_prompt(shape.context_tokens, output=shape.output_tokens, running_max=shape.agents)
         self._network: Network = LOOPBACK
         self.runs: defaultdict[str, list[_Run]] = defaultdict(list)
         self.absent: dict[str, str] = {}
@@ -259,7 +251,7 @@ class _Bench:
                 with host.network.store_side():
                     redis = host.stack.enter_context(start_redis(host.folder, host=host.network.host, tuned=True))
             size, behind = self._kv_bytes, redis is not None
-            return lmcache(host, self._python, size, name, True, redis, behind, side, self._chunk_tokens)
+            return lmcache(host, self._python, size, name, True, redis, behind, side, _CHUNK_TOKENS)
         else:
             return System(side=side)
         return System(
@@ -270,7 +262,7 @@ class _Bench:
                 plane,
                 layer_order="auto",
                 computing_cache=str(host.folder / "computing.json"),
-                chunk_tokens=self._chunk_tokens,
+                chunk_tokens=_CHUNK_TOKENS,
             ),
             processes=[psutil.Process(plane.process.pid)],
             stored=lambda engine, _chunks: engine.call("settle"),
@@ -285,9 +277,9 @@ class _Bench:
         for half, turns in enumerate(_halves(self._shape.requests(number), self._shape.turns)):
             with ExitStack() as stack, system.side():
                 engine = host.start_engine(
-                    f"engine-{half}", system.transfer, self._shape.agents, stack, packages=system.packages, **options
+                    f"engine-{half}", system.transfer, stack, packages=system.packages, **options
                 )
-                engine.ask(made_up(DEFAULT_CHUNK_TOKENS, _WARM_UP), self._shape.output)
+                engine.ask(made_up(DEFAULT_CHUNK_TOKENS, _WARM_UP), self._shape.output_tokens)
                 self._converse(run, engine, turns, restarted=half == 1)
                 system.stored(engine, 0)
                 if system.name in (OURS, OURS_LINK):

@@ -63,7 +63,8 @@ SPARE_BYTES: Final = 192 << 20
 """Space of a device besides the chunks: log, snapshots, and free space for evicting ahead."""
 WRITTEN_SHARE: Final = 4
 """Chunks that are read, for each chunk that is written repeatedly."""
-MEGA: Final = 1_000_000
+READ_PER_S: Final = 200_000_000
+"""Bytes that the device reads in a second."""
 
 READS: Final = "reads"
 PAGES: Final = "pages"
@@ -112,29 +113,27 @@ class _Steps:
 @listed("--kinds", ",".join(KINDS), "What to measure.", one_of(KINDS))
 @whole("--read-chunks", 96, "Chunks to read in a turn.", 8)
 @whole("--chunk-kib", 7424, "KiB of a chunk.", 64, 1 << 20)
-@whole("--cap", 200, "MB/s that the device reads.")
 @whole("--turns", 3, "Turns of reading.")
 @whole("--batch", 2, "Requests that decode steadily.")
 @whole("--learning", 8, "Rounds in which the policy learns; they do not count.")
 @whole("--rounds", 12, "Least rounds that count.", 6)
 @whole("--rounds-max", 240, "Most rounds, if intervals are too wide.")
-@whole("--seconds", 330, "Seconds after which no more rounds begin than the least.")
 @whole("--phase-steps", 24, "Steps of a phase.", 2, LEARNING_STEPS)
 @folder_option("Folder of the device's file. [default: memory, if it has space]")
 def budget(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, kinds: list[str],
-    read_chunks: int, chunk_kib: int, cap: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int,
-    seconds: int, phase_steps: int, folder: Path | None,
+    report: Report, programs: Programs, model: Model, load: Load, kinds: list[str],
+    read_chunks: int, chunk_kib: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int,
+    phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
     """Measure reads beside writes, and decoding beside transfers within the budget."""
     if READS in kinds:
-        _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), cap * MEGA, turns, folder)
+        _measure_disk(report, Prefix(read_chunks, chunk_kib << 10, seed=READ_SEED), turns, folder)
     moved = [kind for kind in KINDS if kind in kinds and kind != READS]
     if not moved:
         return
     load = holding(load, len(moved), LEARNING_STEPS)
     load = holding(load, 2 * len(moved) + 1, phase_steps)
-    running = Stack(programs, model, load, requests_max)
+    running = Stack(programs, model, load)
     movings = _fetching(programs, running, [kind for kind in moved if kind in FETCHED])
     if PAGES in moved:
         paged = _paged(programs, running)
@@ -145,7 +144,7 @@ def budget(
         decoding.round(within, LEARNING_STEPS, _Steps())
     beside = [CONTROL, *within, *(_name(kind, within=False) for kind in movings)]
     judged = [steps.over[name] for name in within]
-    for number in rounds_until_narrow(rounds, rounds_max, judged, seconds):
+    for number in rounds_until_narrow(rounds, rounds_max, judged):
         decoding.round(beside[:: -1 if number % 2 else 1], phase_steps, steps)
     for moving in movings.values():
         moving.verify()
@@ -169,7 +168,7 @@ def _fetching(stack: ExitStack, running: Stack, kinds: Sequence[str]) -> dict[st
     return loads
 
 
-def _measure_disk(report: Report, prefix: Prefix, cap: int, turns: int, folder: Path | None) -> None:
+def _measure_disk(report: Report, prefix: Prefix, turns: int, folder: Path | None) -> None:
     """Measure reads alone and beside writes, in pools with strict order and without."""
     written = Prefix(max(len(prefix.names) // WRITTEN_SHARE, 1), prefix.chunk_bytes, seed=WRITTEN_SEED)
     size = (prefix.size + written.size) * 9 // 8 + SPARE_BYTES
@@ -179,7 +178,7 @@ def _measure_disk(report: Report, prefix: Prefix, cap: int, turns: int, folder: 
             click.echo(f"the device is a file, as fast as it is: {disks.why_not}", err=True)
         runs = {}
         for name, strict in ((STRICT, True), (MIXED, False)):
-            device = disks.make("strict" if strict else "mixed", size, cap)
+            device = disks.make("strict" if strict else "mixed", size, READ_PER_S)
             pool = stack.enter_context(closing(OurPool([device], [1 << 50], 1, ARENA_BYTES, size, strict=strict)))
             pool.put(prefix)
             pool.cool()

@@ -29,9 +29,8 @@ _TIMEOUT_S: Final = 600
 
 @benchmark("command", "store", "cpu_us_per_command", "commands_per_s", "load", bars=["cpu_us_per_command"])
 @whole("--count", 200_000, "Commands of a run.", 100)
-@whole("--clients", 50, "Connections.")
 @repeats_option(5, "Pairs of runs.")
-def commands(report: Report, programs: Programs, count: int, clients: int, repeats: int) -> None:
+def commands(report: Report, programs: Programs, count: int, repeats: int) -> None:
     """Compare the CPU time of small SET and GET commands with that of Redis."""
     for program in ("redis-server", "redis-benchmark"):
         if not shutil.which(program):
@@ -41,7 +40,7 @@ def commands(report: Report, programs: Programs, count: int, clients: int, repea
     ours, redis = programs.storage("--io-threads", "1"), programs.enter_context(start_redis(programs.logs))
     servers = {_OURS: ours, _REDIS: redis}
     for command in ("SET", "GET"):
-        flags = ["-c", str(clients), "-t", command.lower(), "-n", str(count)]
+        flags = ["-c", "50", "-t", command.lower(), "-n", str(count)]
         runs = {name: functools.partial(_run, server, flags) for name, server in servers.items()}
         costs = in_turns(repeats, runs, command)
         for store, own in costs.items():

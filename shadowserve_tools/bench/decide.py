@@ -17,8 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-import click
-
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import Bed, Cell, held_tokens, worst
@@ -56,17 +54,14 @@ class _Results:
 @shape_options(layers=12, hidden=256, heads=4, head_size=64)
 @whole("--prompt prompts", (512, 2048, 4096), "Tokens of a stored prompt; repeatable.", DEFAULT_CHUNK_TOKENS)
 @real("--link links", (4.0, 1.0, 0.25, 0.05), "Rate of the link in Gbit/s, in this order; repeatable.", 0.001, 100)
-@click.option(
-    "--layer-order", is_flag=True, help="Also load layer by layer, where the policy predicts that it is faster."
-)
 @repeats_option(5, "Pairs of the longest prompt; shorter prompts have proportionally more.")
 def decide(
     report: Report, programs: Programs, model: Model, prompts: tuple[int, ...], links: tuple[float, ...],
-    layer_order: bool, repeats: int,
+    repeats: int,
 ) -> None:  # fmt: skip
     """Compare the fetch-or-recompute policy with always fetching and with no cache."""
     results = _Results()
-    bed = Bed(programs, model, max(prompts), fetch_or_recompute=True, layer_order=layer_order)
+    bed = Bed(programs, model, max(prompts), fetch_or_recompute=True)
     _store(bed, prompts, results)
     for rate in links:
         bed.network.limit(rate)

@@ -12,6 +12,7 @@ them takes 70 ms, most of it hidden behind fetching the first twelve: 1.2 times 
 
 import statistics
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Final
 
 from shadowserve.errors import ShadowServeError
@@ -121,11 +122,11 @@ def _fill(store: str, size: int, value_bytes: int) -> None:
 
 
 @benchmark("what", "ttft_ms", "tokens", "computed_tokens", bars=["ttft_ms"])
-@model_options(chunks=15, requests_max=0)
+@model_options(chunks=15, running_max=1)
 @whole("--output-tokens", 8, "Tokens of an answer.", 2, 128)
 def disaggregation(report: Report, programs: Programs, model: Model, load: Load, output_tokens: int) -> None:
     """Compute prompts in one engine and continue them in another one."""
-    load = Load(chunks=load.chunks + 1, documents=load.documents, output=output_tokens)
+    load = replace(load, chunks=load.chunks + 1, output=output_tokens)
     progress = programs.progress(load.documents + 1)
     pools = _Pools(Host(programs, programs.logs, model, load))
     pools.serve(pools.prefill, 0, 1)  # open connections, and touch memory for the first time

@@ -27,16 +27,17 @@ import click
 import numpy as np
 import psutil
 
-from shadowserve import native, record
+from shadowserve import record
 from shadowserve.chunk import ChunkLayout, Quantizer
 from shadowserve.keys import storage_key
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.target import Target
-from shadowserve_tools.bench.parts.workload import Workload, client, default_codec, llama_8b, put, uncompressed
+from shadowserve_tools.bench.parts.workload import Workload, client, llama_8b, put, uncompressed
 from shadowserve_tools.bench.peers.contender import Contender, Costs, Field
 from shadowserve_tools.bench.peers.driver import CLEARED, Values
 from shadowserve_tools.bench.peers.installed import (
     DEFAULT_PYTHON,
+    L2,
     Bed,
     Starts,
     add_installed,
@@ -62,13 +63,6 @@ NAIVE: Final = "redis-py + zlib + numpy (lossy)"
 UNCOMPRESSED: Final = "ShadowServe, uncompressed"
 LIMIT: Final = "plain sockets"
 
-codec_option: Final = click.option(
-    "--codec",
-    default=default_codec(),
-    show_default=True,
-    type=click.Choice([codec.name.lower() for codec in native.Codec if codec is not native.Codec.NONE]),
-    help="Codec of ShadowServe's records.",
-)
 peers_option: Final = click.option(
     "--peers-python",
     default=DEFAULT_PYTHON,
@@ -81,12 +75,11 @@ peers_option: Final = click.option(
 @benchmark("system", "GB_per_s", "cpu_s_per_GB", "wall_s", "runs", "note", bars=["GB_per_s", "cpu_s_per_GB"])
 @whole("--chunks", 16, "Chunks of 256 tokens.", most=256)
 @repeats_option(5)
-@codec_option
 @peers_option
-def fetch(report: Report, programs: Programs, chunks: int, repeats: int, codec: str, peers_python: Path) -> None:
+def fetch(report: Report, programs: Programs, chunks: int, repeats: int, peers_python: Path) -> None:
     """Compare a fetch with those of other stores and clients."""
-    lossless = llama_8b(chunks, codec=codec)
-    binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
+    lossless = llama_8b(chunks)
+    binned = llama_8b(chunks, quantizer=Quantizer.BINNED)
     deflated = llama_8b(chunks, quantizer=Quantizer.BINNED, codec="deflate")
     bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks)
     field = Field()
@@ -95,7 +88,7 @@ def fetch(report: Report, programs: Programs, chunks: int, repeats: int, codec: 
     redis = add_raw(field, programs, bed, [(tuned, pieces) for tuned in (False, True) for pieces in (False, True)])
     starts: Starts = {
         "LMCache, lm://": ("lmcache", lmcache),
-        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, redis=redis)),
+        "LMCache server, Redis tuned": ("lmcache", functools.partial(lmcache_server, l2=L2(redis=redis))),
         "Mooncake store, TCP": ("mooncake", mooncake),
     }
     add_installed(field, programs, bed, starts)

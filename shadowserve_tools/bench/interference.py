@@ -26,7 +26,7 @@ from typing import Any, Final
 from shadowserve.chunk import Quantizer
 from shadowserve_tools.bench.parts.engine import decoded_tokens
 from shadowserve_tools.bench.parts.loads import Control, FetchLoop
-from shadowserve_tools.bench.parts.options import benchmark, numbers_option, real, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, numbers_option, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Load, Model, Served, Stack, model_options, p95
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import llama_8b, put
@@ -54,6 +54,8 @@ OFTEN: Final = 3
 """Phases with fetches in a round, of each kind, and with the writing control, for one with another control."""
 DECODED_TOKENS: Final = 256
 """Context tokens of each request that decodes: with short steps there are many, bound by the weights."""
+LOADED: Final = 0.8
+"""Offered rate, relative to the highest throughput."""
 SLOWDOWN_MAX: Final = 0.02
 HALF_WIDTH_MAX: Final = 0.01
 RATE_MIN: Final = 4e9
@@ -87,25 +89,23 @@ class _Results:
 )  # fmt: skip
 @model_options()
 @numbers_option("--lengths", "4,8,16,32", "Output tokens, with commas between.", least=2)
-@real("--loaded", 0.8, "Offered rate, relative to the highest throughput.", 0.01, 10)
 @whole("--requests", 8, "Requests of a run.")
 @repeats_option(3, "Number of pairs for each length.")
 @whole("--batch", 2, "Requests that decode steadily.")
 @whole("--rounds", 20, "Least rounds of steady decoding.", 3)
 @whole("--rounds-max", 120, "Most rounds, if intervals are too wide after fewer.")
-@whole("--seconds", 300, "Seconds after which no more rounds begin than the least.")
 @whole("--phase-steps", 10, "Steps of a phase.", most=16)
 def interference(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, lengths: list[int], loaded: float,
-    requests: int, repeats: int, batch: int, rounds: int, rounds_max: int, seconds: int, phase_steps: int,
+    report: Report, programs: Programs, model: Model, load: Load, lengths: list[int], requests: int, repeats: int,
+    batch: int, rounds: int, rounds_max: int, phase_steps: int,
 ) -> None:  # fmt: skip
     """Measure decode steps and requests of an engine while KV is fetched."""
     load = replace(load, output=max(lengths), requests=requests)
     results = _Results()
     decoding = holding(load, 3 * OFTEN + 1, phase_steps)
-    running = Stack(programs, model, decoding, requests_max)
-    _measure_decoding(results, programs, running, batch, (rounds, rounds_max, seconds), phase_steps)
-    _measure_lengths(results, running, running.start_keeping(), lengths, loaded, load, repeats)
+    running = Stack(programs, model, decoding)
+    _measure_decoding(results, programs, running, batch, (rounds, rounds_max), phase_steps)
+    _measure_lengths(results, running, running.start_keeping(), lengths, load, repeats)
     _report_decoding(report, results)
     for (length, rate, system), runs in results.lengths.items():
         report.row(system=system, output_tokens=length, offered_req_per_s=rate, **Served.of(runs).columns())
@@ -120,7 +120,7 @@ def holding(load: Load, beside: int, steps: int) -> Load:
 
 
 def _measure_decoding(
-    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int, int], steps: int
+    results: _Results, programs: Programs, running: Stack, batch: int, rounds: tuple[int, int], steps: int
 ) -> None:
     targets = []
     for name, quantizer in ((LOSSLESS, Quantizer.LOSSLESS), (BINNED, Quantizer.BINNED)):
@@ -144,8 +144,7 @@ def _measure_decoding(
     loads |= {SPINNING: spin.running, COPYING: copy.running}
     controls = (DECODING_IN_ENGINE, SPINNING, COPYING)
     wanted = [results.over_alone[name] for name in (LOSSLESS, BINNED)]
-    least, most, seconds = rounds
-    for number in rounds_until_narrow(least, most, wanted, seconds):
+    for number in rounds_until_narrow(*rounds, wanted):
         beside = [*(LOSSLESS, BINNED, WRITING) * OFTEN, controls[number % len(controls)]][:: -1 if number % 2 else 1]
         phases = _decoded_phases(running.engine, batch, steps, [loads[name] for name in beside])
         results.steps[NOTHING] += [wall for phase in phases[::2] for wall, _ in phase]
@@ -164,7 +163,7 @@ def _measure_decoding(
 
 
 def rounds_until_narrow(
-    at_least: int, at_most: int, wanted: Sequence[Sequence[float]], seconds: float
+    at_least: int, at_most: int, wanted: Sequence[Sequence[float]], seconds: float = 300.0
 ) -> Iterator[int]:
     """Count rounds until the medians of ``wanted`` are known to ± ``HALF_WIDTH_MAX``, or ``seconds`` are over."""
     end_s = time.monotonic() + seconds
@@ -192,7 +191,7 @@ def _decoded_phases(engine: Engine, batch: int, steps: int, beside: Sequence[Bes
 
 
 def _measure_lengths(
-    results: _Results, running: Stack, keeping: Engine, lengths: Sequence[int], loaded: float, load: Load, repeats: int
+    results: _Results, running: Stack, keeping: Engine, lengths: Sequence[int], load: Load, repeats: int
 ) -> None:
     """Serve outputs of each length at the loaded rate, decoding on the data plane's cores and in the engine, in
     turns.
@@ -209,7 +208,7 @@ def _measure_lengths(
         if not repeat:
             burst = replace(load, output=length, rate=0.0)
             capacity = running.engine.serve(burst, fetched=True).throughput  # all at once
-        offered = replace(load, output=length, rate=loaded * capacity, seed=repeat)
+        offered = replace(load, output=length, rate=LOADED * capacity, seed=repeat)
         for system in (OURS, IN_ENGINE, KEPT)[:: -1 if next(turn) % 2 else 1]:
             results.lengths[length, offered.rate, system].append(serve(system))
 

@@ -34,7 +34,7 @@ import click
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.disks import Disks, working_folder
-from shadowserve_tools.bench.parts.options import benchmark, folder_option, real, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, folder_option, repeats_option, whole
 from shadowserve_tools.bench.parts.reading import FREE_GBIT_PER_S, Bed
 from shadowserve_tools.bench.parts.serving import (
     ANSWER_TIMEOUT_S,
@@ -90,8 +90,13 @@ _RATIOS: Final = (
 """Name, two systems, and the goal of the longest prompt and of the others."""
 _NO_CACHE: Final = "no cache"
 _STREAMED_BESIDE, _WHOLE_BESIDE = "layer by layer, beside decoding", "as a whole, beside decoding"
+_TRANSFER: Final = 0.9
+"""Time of the link for the stored chunks, relative to the time to the first token without it."""
+_RING: Final = 0.25
+"""Share of the longest stored prefix that the registered memory holds."""
+_PAIRS_BESIDE: Final = 12
 _BESIDE_TRANSFER: Final = 0.25
-"""Like ``--transfer``, beside decoding: the step waits for its first layer, too."""
+"""Like ``_TRANSFER``, beside decoding: the step waits for its first layer, too."""
 _DECODER_TOKENS, _DECODED_TOKENS, _ARRIVAL_S = 200, 240, 0.5
 """Prompt and output of a request that decodes, and when the others arrive."""
 _HALF_WIDTH_MAX: Final = 0.01
@@ -130,12 +135,6 @@ class _Case:
     "--prompt", "prompts", default=("4096:8", "8192:16"), show_default=True, multiple=True, metavar="TOKENS:CHUNKS",
     help="Tokens of a prompt, and its stored chunks of 256 tokens; repeatable.",
 )  # fmt: skip
-@real(
-    "--transfer", 0.9, "Time of the link for the stored chunks, relative to the time to the first token without it.",
-    0.05, 20,
-)  # fmt: skip
-@real("--ring", 0.25, "Share of the longest stored prefix that the registered memory holds.", 0.01, 1)
-@whole("--connections", 2, "Connections from the data plane to the store.", most=64)
 @click.option(
     "--s3/--no-s3", "over_s3", default=not MISSING, show_default="where Ceph is installed",
     help="Also measure a store that reads from a bucket, of Ceph if it is installed.",
@@ -143,11 +142,10 @@ class _Case:
 @click.option("--tiers/--no-tiers", default=True, show_default=True, help="Also measure tiers of the data plane.")
 @folder_option("Folder of the SSD's file. [default: memory, if it has space]")
 @whole("--beside", 4, "Requests that load at once beside as many that decode; 0 leaves them out.", 0)
-@whole("--pairs", 12, "Pairs of runs beside decoding.", 6)
 @repeats_option(5)
 def layers(
-    report: Report, programs: Programs, model: Model, prompts: tuple[str, ...], transfer: float, ring: float,
-    connections: int, over_s3: bool, tiers: bool, folder: Path | None, beside: int, pairs: int, repeats: int,
+    report: Report, programs: Programs, model: Model, prompts: tuple[str, ...], over_s3: bool, tiers: bool,
+    folder: Path | None, beside: int, repeats: int,
 ) -> None:  # fmt: skip
     """Compare loading layer by layer with loading chunk by chunk.
 
@@ -155,21 +153,21 @@ def layers(
     """
     cases = sorted((_case(text) for text in prompts), key=lambda case: case.tokens)
     chunk_bytes = DEFAULT_CHUNK_TOKENS * model.kv_bytes
-    buffer = int(max(ring * max(case.chunks for case in cases), 2) * chunk_bytes)
+    buffer = int(max(_RING * max(case.chunks for case in cases), 2) * chunk_bytes)
     bed = Bed(
-        programs, model, cases[-1].tokens, connections, over_s3, requests_max=max(2 * beside, 1), layer_order=True,
+        programs, model, cases[-1].tokens, over_s3, running_max=max(2 * beside, 1), layer_order=True,
         fetch_buffer_bytes=buffer,
     )  # fmt: skip
     names = [name for name, system in _SYSTEMS.items() if (over_s3 or not system.cold) and system.near is None]
     for case in cases:
-        _prepare(bed, case, transfer)
+        _prepare(bed, case)
         runs = {name: functools.partial(_serve, bed, case, _SYSTEMS[name]) for name in names}
         _measure(case, runs, repeats)
         case.staging_bytes = bed.staging_bytes()
     shortest, longest = cases[0], cases[-1]
     if beside:
-        bed.network.limit(shortest.gbit_per_s * transfer / _BESIDE_TRANSFER)
-        _measure_beside(report, bed, shortest, beside, pairs)
+        bed.network.limit(shortest.gbit_per_s * _TRANSFER / _BESIDE_TRANSFER)
+        _measure_beside(report, bed, shortest, beside)
     if tiers:
         _measure_tiers(report, programs, bed, longest, folder, repeats)
     for case in cases:
@@ -200,7 +198,7 @@ def _case(text: str) -> _Case:
     return _Case(int(tokens), int(chunks))
 
 
-def _prepare(bed: Bed, case: _Case, transfer: float) -> None:
+def _prepare(bed: Bed, case: _Case) -> None:
     """Compute a prompt, store its prefix, and set the link's rate for it."""
     bed.engine.call("hits", way="fetch")
     bed.network.limit(FREE_GBIT_PER_S)
@@ -210,7 +208,7 @@ def _prepare(bed: Bed, case: _Case, transfer: float) -> None:
     before = bed.plane.statistics().fetched_bytes
     times = [_serve(bed, case, _SYSTEMS[_LOCAL]) for _ in range(2)]
     case.stored_bytes = (bed.plane.statistics().fetched_bytes - before) // len(times)
-    case.gbit_per_s = max(case.stored_bytes * 8e-9 / (transfer * times[-1]) / TCP_SHARE, 0.001)
+    case.gbit_per_s = max(case.stored_bytes * 8e-9 / (_TRANSFER * times[-1]) / TCP_SHARE, 0.001)
 
 
 def _serve(bed: Bed, case: _Case, system: _System) -> float:
@@ -232,7 +230,7 @@ def _serve(bed: Bed, case: _Case, system: _System) -> float:
     return ttft_s
 
 
-def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: int) -> None:
+def _measure_beside(report: Report, bed: Bed, case: _Case, count: int) -> None:
     """Measure loads at once beside decoding, layer by layer and as a whole."""
     prompts = [made_up(case.tokens, seed) for seed in range(1000, 1000 + count)]
     answers = [bed.serve_computed(prompt, case.stored, _ANSWER_TOKENS)[:1] for prompt in prompts]
@@ -258,7 +256,7 @@ def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: in
     bed.engine.call("hits", way="decide")  # as users' engines: the plugin learns, and keeps to the budget
     before = bed.engine.call("counters").get("layerwise_loads", 0)
     runs = {name: functools.partial(serve, name == _STREAMED_BESIDE) for name in (_STREAMED_BESIDE, _WHOLE_BESIDE)}
-    found = in_turns(pairs, runs, "beside decoding", warm_up=_LEARNING)
+    found = in_turns(_PAIRS_BESIDE, runs, "beside decoding", warm_up=_LEARNING)
     (streamed_tpot, streamed_ttft), (whole_tpot, whole_ttft) = (zip(*own, strict=True) for own in found.values())
     for name, times in ((_STREAMED_BESIDE, streamed_ttft), (_WHOLE_BESIDE, whole_ttft)):
         report.row(tokens=case.tokens, stored=case.stored, system=name, ttft_ms=statistics.median(times) * 1e3)
@@ -266,7 +264,7 @@ def _measure_beside(report: Report, bed: Bed, case: _Case, count: int, pairs: in
     report.more["loads_beside_streamed"] = streamed
     if not streamed:
         click.echo("no load went layer by layer beside decoding: these ratios compare whole loads", err=True)
-    report.more["loads_beside"] = count * (pairs + _LEARNING)
+    report.more["loads_beside"] = count * (_PAIRS_BESIDE + _LEARNING)
     for name, ratios, most in (
         ("tpot_beside_streams", over(streamed_tpot, whole_tpot), 1.02),
         ("ttft_beside_streams", over(streamed_ttft, whole_ttft), 1.0),

@@ -20,11 +20,11 @@ from typing import Final
 import numpy as np
 
 from shadowserve.chunk import Quantizer
-from shadowserve_tools.bench.fetch import LIMIT, add_ours, add_raw, codec_option, name_of, peers_option, raw_values
+from shadowserve_tools.bench.fetch import LIMIT, add_ours, add_raw, name_of, peers_option, raw_values
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b
 from shadowserve_tools.bench.peers.contender import Costs, Field
-from shadowserve_tools.bench.peers.installed import Bed, Starts, add_installed, lmcache, lmcache_server
+from shadowserve_tools.bench.peers.installed import L2, Bed, Starts, add_installed, lmcache, lmcache_server
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.processes import Programs
@@ -41,10 +41,9 @@ COLUMNS: Final = (
 @real("--rate rates", (1.0, 2.0, 4.0, 8.0), "Rate of the link, in Gbit/s; repeatable.", 0.1, 100)
 @real("--chunks-per-gbit", 2.0, "Chunks of 256 tokens for each Gbit/s, so that all rates take equally long.", 0.1, 64)
 @repeats_option(3)
-@codec_option
 @peers_option
 def link(
-    report: Report, programs: Programs, rates: tuple[float, ...], chunks_per_gbit: float, repeats: int, codec: str,
+    report: Report, programs: Programs, rates: tuple[float, ...], chunks_per_gbit: float, repeats: int,
     peers_python: Path,
 ) -> None:  # fmt: skip
     """Compare fetches through links of limited rates.
@@ -55,15 +54,15 @@ def link(
     counts = {rate: max(1, round(rate * chunks_per_gbit)) for rate in rates}
     chunks = max(counts.values())
     network = programs.enter_context(linked())
-    lossless = llama_8b(chunks, codec=codec)
-    near = llama_8b(chunks, quantizer=Quantizer.WEIGHTED, codec=codec)
-    binned = llama_8b(chunks, quantizer=Quantizer.BINNED, codec=codec)
+    lossless = llama_8b(chunks)
+    near = llama_8b(chunks, quantizer=Quantizer.WEIGHTED)
+    binned = llama_8b(chunks, quantizer=Quantizer.BINNED)
     simple = llama_8b(chunks, quantizer=Quantizer.BINNED, codec="deflate")
     bed = Bed(peers_python, programs.logs, raw_values(programs.logs, lossless), chunks, network)
     field = Field()
     add_ours(field, programs, bed, {name_of(each): each for each in (lossless, near, binned)}, simple)
     redis = add_raw(field, programs, bed, [(True, True)])
-    fp8 = functools.partial(lmcache_server, redis=redis, serde="fp8")
+    fp8 = functools.partial(lmcache_server, l2=L2(redis=redis, serde="fp8"))
     starts: Starts = {
         "LMCache, lm://": ("lmcache", lmcache),
         "LMCache server, fp8 (lossy), Redis tuned": ("lmcache", fp8),

@@ -28,7 +28,7 @@ from shadowserve_tools.bench.fetch import peers_option, raw_values
 from shadowserve_tools.bench.parts.options import benchmark, real, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import llama_8b, made_up_slices
 from shadowserve_tools.bench.peers.contender import Contender, Field
-from shadowserve_tools.bench.peers.installed import Bed, Serde, Starts, add_installed, lmcache_server
+from shadowserve_tools.bench.peers.installed import L2, Bed, Serde, Starts, add_installed, lmcache_server
 from shadowserve_tools.bench.peers.network import linked
 from shadowserve_tools.processes import Programs, start_redis
 from shadowserve_tools.report import Report, over, repeat, walls
@@ -76,7 +76,7 @@ def _server(bed: Bed, name: str, serde: Serde) -> Iterator[Contender]:
     with contextlib.ExitStack() as stack:
         with bed.network.store_side():
             redis = stack.enter_context(start_redis(bed.logs, host=bed.network.host, tuned=True))
-        yield stack.enter_context(lmcache_server(bed, name, redis=redis, serde=serde))
+        yield stack.enter_context(lmcache_server(bed, name, L2(redis=redis, serde=serde)))
 
 
 def _kernel(report: Report, repeats: int) -> None:

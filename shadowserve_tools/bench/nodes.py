@@ -26,9 +26,9 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -120,26 +120,21 @@ class _Fleet(NamedTuple):
     alone: _Host
 
 
-@contextmanager
 def _host(
-    network: Link, folder: Path, prompts: Sequence[Workload], chunks: int, addresses: Sequence[str], password: str,
-    flags: Sequence[str],
-) -> Iterator[_Host]:  # fmt: skip
+    stack: ExitStack, network: Link, folder: Path, prompts: Sequence[Workload], chunks: int, addresses: Sequence[str],
+    password: str, flags: Sequence[str],
+) -> _Host:  # fmt: skip
     """Run a data plane over some nodes, and register memory for some chunks of a prompt."""
     folder.mkdir()
     where = ["--listen", f"unix:{folder}/dpu.sock", "--storage-nodes", json.dumps(addresses), *flags]
     environment = {"SHADOWSERVE_DPU_STORAGE_PASSWORD": password}
     with network.client_side():
-        plane = start_data_plane(folder, addresses[0], *where, environment=environment)
-    with ExitStack() as stack:
-        with network.client_side():
-            child = stack.enter_context(plane)
-        client = stack.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=CALL_TIMEOUT_S)))
-        layout = prompts[0].layout
-        size = chunks * layout.raw_bytes
-        registration = RegisteredMemory(client, [layout], size, connect_timeout_s=CALL_TIMEOUT_S)
-        stack.enter_context(closing(registration))
-        yield _Host(client, [Target(client, registration, prompt) for prompt in prompts])
+        child = stack.enter_context(start_data_plane(folder, addresses[0], *where, environment=environment))
+    client = stack.enter_context(closing(DataPlaneClient(child.address, connect_timeout_s=CALL_TIMEOUT_S)))
+    layout = prompts[0].layout
+    registration = RegisteredMemory(client, [layout], chunks * layout.raw_bytes, connect_timeout_s=CALL_TIMEOUT_S)
+    stack.enter_context(closing(registration))
+    return _Host(client, [Target(client, registration, prompt) for prompt in prompts])
 
 
 @dataclass
@@ -274,7 +269,7 @@ def _fleet(
 ) -> _Fleet:  # fmt: skip
     def host(name: str, prompts: Sequence[Workload], chunks: int, flags: Sequence[str]) -> _Host:
         folder = programs.logs / f"{len(addresses)}-{name}"
-        return programs.enter_context(_host(network, folder, prompts, chunks, addresses, password, flags))
+        return _host(programs, network, folder, prompts, chunks, addresses, password, flags)
 
     return _Fleet(
         addresses,

@@ -21,9 +21,8 @@ from typing import Any, Final
 import numpy as np
 
 from shadowserve.errors import ShadowServeError
-from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import BLOCK_TOKENS
-from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
+from shadowserve_tools.bench.parts.options import benchmark, grouped, repeats_option, whole
 from shadowserve_tools.bench.parts.serving import Engine, Host, Load, Model, shape_options, write_model
 from shadowserve_tools.processes import Programs
 from shadowserve_tools.report import Report, over
@@ -61,38 +60,38 @@ class _Cell:
 
 @dataclass(frozen=True)
 class _Requests:
-    """Requests that arrive at once: ``prompt`` tokens each, and ``output`` for each answer."""
+    """Requests that arrive at once: ``prompt_tokens`` each, and ``output_tokens`` for each answer."""
 
-    prompt: int
-    output: int
+    prompt_tokens: int
+    output_tokens: int
     fit: int
 
     @property
     def blocks(self) -> int:
         """Blocks of the engine: ``fit`` requests fit to their end, and vLLM's null block."""
-        return self.fit * -(-(self.prompt + self.output) // BLOCK_TOKENS) + 1
+        return self.fit * -(-(self.prompt_tokens + self.output_tokens) // BLOCK_TOKENS) + 1
 
     def orders(self, demand: int, turn: int) -> list[dict[str, Any]]:
         """Return the requests in the engine's format. Each demand of each turn has its own prompts."""
         first = 1 + 1000 * (10 * turn + demand)
         seeds = range(first, first + demand * self.fit)
-        return [{"seed": seed, "tokens": self.prompt, "output": self.output, "at": 0.0} for seed in seeds]
+        return [{"seed": seed, "tokens": self.prompt_tokens, "output": self.output_tokens, "at": 0.0} for seed in seeds]
 
 
 @benchmark("demand", "system", "requests", "req_per_s", "preemptions", "computed_tokens", bars=["req_per_s"])
 @shape_options(layers=4, hidden=768, heads=2, head_size=64)
-@whole("--prompt-tokens", 100, "Tokens of a prompt.")
-@whole("--output-tokens", 300, "Tokens of an answer.", 2)
-@whole("--fit", 16, "Requests that fit into the engine's memory.")
+@grouped("requests", _Requests, {
+    "prompt_tokens": whole("--prompt-tokens", 100, "Tokens of a prompt."),
+    "output_tokens": whole("--output-tokens", 300, "Tokens of an answer.", 2),
+    "fit": whole("--fit", 16, "Requests that fit into the engine's memory."),
+})  # fmt: skip
 @whole("--demand demands", (1, 3, 5), "Requests at once, in requests that fit; repeatable.", most=9)
 @repeats_option(3, "Number of turns.")
 def oversubscription(
-    report: Report, programs: Programs, model: Model, prompt_tokens: int, output_tokens: int, fit: int,
-    demands: tuple[int, ...], repeats: int,
-) -> None:  # fmt: skip
+    report: Report, programs: Programs, model: Model, requests: _Requests, demands: tuple[int, ...], repeats: int
+) -> None:
     """Serve more requests than memory holds, with tiers for preempted KV and without."""
-    requests = _Requests(prompt_tokens, output_tokens, fit)
-    cells = [_Cell(system, demand, demand * fit) for demand in demands for system in (_OFF, _TIER)]
+    cells = [_Cell(system, demand, demand * requests.fit) for demand in demands for system in (_OFF, _TIER)]
     alone = [cell for cell in cells if cell.demand == 1]
     equal: list[float] = []
     progress = programs.progress(repeats * (len(cells) + (_ALONE - 1) * len(alone)))
@@ -111,18 +110,16 @@ def oversubscription(
 
 
 def _engines(programs: Programs, model: Model, requests: _Requests, demand_max: int) -> dict[str, Engine]:
-    tokens = requests.prompt + requests.output
-    load = Load(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1)
+    load = Load.of_prompt(requests.prompt_tokens + requests.output_tokens, running_max=demand_max * requests.fit)
     host = Host(programs, programs.logs, model, load)
     write_model(host.folder, model, load)
     # Space for all requests of a turn, and for the rest of the turn before.
-    budget = 2 * demand_max * requests.fit * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
+    budget = 2 * load.running_max * load.prompt_tokens * model.kv_bytes * _KV_SCALE + (64 << 20)
     plane = host.start_plane("", "--tiers", json.dumps({"memory_budget_bytes": budget}))
     return {
         name: host.start_engine(
             name,
             transfer,
-            demand_max * requests.fit,
             kv_cache_memory_bytes=requests.blocks * BLOCK_TOKENS * model.kv_bytes * _KV_SCALE,
             dtype="float32",
             enable_prefix_caching=True,

@@ -21,12 +21,12 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import click
 import psutil
 
 from shadowserve import native
 from shadowserve.cores import usable_cores
-from shadowserve_tools.bench.parts.batches import Batches, StagesAlone, connected
+from shadowserve_tools.bench.parts.batches import Batches, StagesAlone
+from shadowserve_tools.bench.parts.lean import connect
 from shadowserve_tools.bench.parts.options import benchmark, repeats_option, whole
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.charts import Chart
@@ -59,18 +59,15 @@ GOAL_MANY: Final = "at most 1.08"
 @whole("--long", 512, "Chunks of a long prompt.", most=2048)
 @whole("--long-layers", 16, "Layers of its chunks.", most=32)
 @whole("--connections", 2, "Connections to the storage node.", most=16)
-@click.option("--codec", help="Codec of the chunks. [default: that of a data plane]")
 @repeats_option(5, "Number of turns.")
 def pipeline(
     report: Report, programs: Programs, chunks: int, layers: int, long: int, long_layers: int, connections: int,
-    codec: str | None, repeats: int,
+    repeats: int,
 ) -> None:  # fmt: skip
     """Compare batches through the pipeline with the ideal of its stages."""
-    if codec and codec.upper() not in native.Codec.__members__:
-        raise click.BadParameter(f"{codec} is none of {', '.join(map(str.lower, native.Codec.__members__))}")
     counts = [1 << power for power in range(chunks.bit_length())]
     found: dict[tuple[str, int], _Comparison] = {}
-    with _served(llama_8b(min(chunks, DISTINCT), layers=layers, codec=codec), connections) as served:
+    with _served(llama_8b(min(chunks, DISTINCT), layers=layers), connections) as served:
         alone = StagesAlone(served.workload, served.connections, counts[-1])
         with ExitStack() as stack:
             pipelines = {}
@@ -83,7 +80,7 @@ def pipeline(
                 with served.placed(apart=name == APART):
                     turns = repeats * min(SHORT_TURNS, counts[-1] // count)
                     found[name, count] = _compared(report, served, batches, alone, name, count, turns)
-    with _served(llama_8b(min(long, DISTINCT), layers=long_layers, codec=codec), connections) as served:
+    with _served(llama_8b(min(long, DISTINCT), layers=long_layers), connections) as served:
         growth = _growth(served, long, repeats)
 
     def add(ratio: str, name: str, parts: list[int], goal: str) -> None:
@@ -157,7 +154,7 @@ def _served(workload: Workload, connections: int) -> Iterator[_Served]:
         # With a single thread, the server would leave a core idle at the start of a batch.
         storage = programs.storage("--io-threads", str(connections))
         put(workload, storage.address)
-        sockets = list(map(programs.enter_context, connected(storage.address, connections)))
+        sockets = [programs.enter_context(connect(storage.address)) for _ in range(connections)]
         yield _Served(workload, psutil.Process(storage.process.pid), sockets, usable_cores())
 
 

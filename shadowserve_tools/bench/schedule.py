@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Final
 
-import click
-
 from shadowserve.resp import encode_command
 from shadowserve_tools.bench.parts.lean import LeanSocket, answer_lengths, plain_record
 from shadowserve_tools.bench.parts.options import benchmark, listed, one_of, real, repeats_option
@@ -88,19 +86,20 @@ class Scaled:
 @benchmark("mix", "policy", "link_Gbit_per_s", "ttft_ms", "added_ms", "model_ms", bars=["added_ms"])
 @real("--rate", 1.0, "Rate of the link that represents the paper's 80 Gbps.", 0.01, 100, "GBIT/S")
 @real("--time time_share", 0.5, "Scale of the paper's times.", 0.001, 1)
-@listed("--mixes", "A,B,C", "Workloads of the paper, with commas between.", one_of(list(MIXES)))
-@click.option(
-    "--policies",
-    default=",".join(POLICIES),
-    show_default=True,
-    help="Policies to measure besides those in ratios, with commas between.",
-)
+@listed("--mixes", "A,B,C", "Workloads of the paper, with commas between.", one_of(MIXES))
+@listed("--policies", ",".join(POLICIES), "Policies to measure besides those in ratios.", one_of(POLICIES))
 @repeats_option(3, "Number of turns.")
 def schedule(
-    report: Report, programs: Programs, rate: float, time_share: float, mixes: list[str], policies: str, repeats: int
+    report: Report,
+    programs: Programs,
+    rate: float,
+    time_share: float,
+    mixes: list[str],
+    policies: list[str],
+    repeats: int,
 ) -> None:
     """Serve the paper's mixes of requests layer by layer over a link that requests share."""
-    chosen = [*(policy for policy in POLICIES if policy in {*policies.split(","), "equal", *COMPARED}), *HELD]
+    chosen = [*(policy for policy in POLICIES if policy in {*policies, "equal", *COMPARED}), *HELD]
     server = programs.storage("--io-threads", "1", "--memory-budget-bytes", "4 GiB")
     operator = programs.enter_context(LeanSocket(server.address))
     for mix in mixes:

@@ -171,7 +171,7 @@ class _Results:
 
 
 @benchmark(*COLUMNS, bars=["ttft_ms"])
-@model_options(chunks=8, requests_max=4)
+@model_options(chunks=8, running_max=4)
 @whole("--output-tokens", 16, "Tokens of an answer.", 2, 128)
 @real("--rate", 0.25, "Conversations per second, when they arrive at a rate.", 0.01, 100)
 @real("--link links", (1.0, 4.0), "Rate of the link between engine and stores, in Gbit/s; repeatable.", 0.1, 100)
@@ -180,7 +180,7 @@ class _Results:
 @whole("--rounds", 1, "Turns with conversations that arrive at a rate.")
 @peers_option
 def serving(
-    report: Report, programs: Programs, model: Model, load: Load, requests_max: int, output_tokens: int, rate: float,
+    report: Report, programs: Programs, model: Model, load: Load, output_tokens: int, rate: float,
     links: Sequence[float], fills: int, repeats: int, rounds: int, peers_python: Path,
 ) -> None:  # fmt: skip
     """Compare real vLLM with ShadowServe, with LMCache and without a cache."""
@@ -189,7 +189,7 @@ def serving(
     network, why_not = _network(programs, links)
     host = Host(programs, programs.logs, model, load, network)
     results = _Results(writing_s=_writing_s(host.document_bytes))
-    bench = _Bench(host, results, progress, requests_max, repeats, rounds)
+    bench = _Bench(host, results, progress, repeats, rounds)
     absent = bench.start(peers_python) | ({"a link": why_not} if why_not else {})
     bench.fill(max(fills, load.documents))
     bench.measure(links)
@@ -216,12 +216,11 @@ def _writing_s(size: int) -> float:
 
 class _Bench:
     def __init__(
-        self, host: Host, results: _Results, progress: Callable[[str], None], requests_max: int, repeats: int,
-        rounds: int,
-    ) -> None:  # fmt: skip
+        self, host: Host, results: _Results, progress: Callable[[str], None], repeats: int, rounds: int
+    ) -> None:
         self._host, self._load = host, host.load
         self._results, self._progress = results, progress
-        self._requests_max, self._repeats, self._rounds = requests_max, repeats, rounds
+        self._repeats, self._rounds = repeats, rounds
         self._systems: list[System] = []
         self._plain: Engine
         self._answers = Answers()
@@ -246,9 +245,7 @@ class _Bench:
         # the same order.
         steps: dict[str, Any] = {"max_num_batched_tokens": self._load.chunks * DEFAULT_CHUNK_TOKENS}
         with system.side():
-            return self._host.start_engine(
-                name, system.transfer, self._requests_max, stack, packages=system.packages, **steps
-            )
+            return self._host.start_engine(name, system.transfer, stack, packages=system.packages, **steps)
 
     def _order(self, document: int, question: int, at: float = 0.0) -> dict[str, Any]:
         tokens = made_up(self._load.chunks * DEFAULT_CHUNK_TOKENS, document)

@@ -76,7 +76,7 @@ class _Curves:
         self._report.row(stage=stage, codec=codec, size_KiB=size // KIB, in_GB_per_s=out * in_share, out_GB_per_s=out)
 
     def line(self, name: str) -> list[Point]:
-        return [(size, statistics.median(speeds)) for size, speeds in self.speeds[name].items()]
+        return [(size / KIB, statistics.median(speeds)) for size, speeds in self.speeds[name].items()]
 
     def usual(self, name: str) -> list[float]:
         """Return all speeds at the usual size, or at the largest measured size below it."""
@@ -154,10 +154,10 @@ def _charts(report: Report, curves: _Curves) -> None:
     memcpy_limit = {"memcpy": statistics.median(curves.usual("deliver"))}
     floor = {"plain socket, best": max(value for _, value in curves.line("plain socket"))}
     for title, x, y, names, limits in (
-        ("Decoded to bfloat16, fused", "symbols in a slice", "elements, ", coded["fused"], memcpy_limit),
-        ("Stages apart", "symbols in a slice", "out, ", [*coded["decompress"], "dequantize", "deliver"], {}),
-        ("Received", "requested at a time", "", ["net"], floor),
+        ("Decoded to bfloat16, fused", "symbols in a slice, KiB", "elements, ", coded["fused"], memcpy_limit),
+        ("Stages apart", "symbols in a slice, KiB", "out, ", [*coded["decompress"], "dequantize", "deliver"], {}),
+        ("Received", "requested at a time, KiB", "", ["net"], floor),
     ):
         series = {name: curves.line(name) for name in names if name in curves.speeds}
         y += "GB/s of one core"
-        report.charts.append(Chart(title, x=x, y=y, series=series, limits=limits, x_log=True, x_bytes=True))
+        report.charts.append(Chart(title, x=x, y=y, series=series, limits=limits, x_log=True))

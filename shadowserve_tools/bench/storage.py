@@ -190,18 +190,17 @@ class LeanClient:
 @numbers_option("--connections", "1,2,4", "Numbers of connections, with commas between.")
 @whole("--mebibytes", 512, "MiB of a run.", most=1 << 16)
 @repeats_option(5)
-@whole("--io-threads", 0, "Threads of ShadowServe's server.", 0, 128)
-@listed("--engines", "memory,pool", f"Engines of ShadowServe's server: {', '.join(OURS)}.", one_of(list(OURS)))
+@listed("--engines", "memory,pool", f"Engines of ShadowServe's server: {', '.join(OURS)}.", one_of(OURS))
 def storage(
     report: Report, programs: Programs, sizes: list[int], connections: list[int], mebibytes: int, repeats: int,
-    io_threads: int, engines: list[str],
+    engines: list[str],
 ) -> None:  # fmt: skip
     """Read whole values with GET, and parts with GETRANGE, on loopback."""
     cases = [Case(f"GET {size} MiB", size << 20, size << 20) for size in sizes]
     largest, smallest = max(sizes), min(sizes)
     if largest > smallest:
         cases.append(Case(f"GETRANGE {smallest} of {largest} MiB", largest << 20, smallest << 20))
-    systems = _systems(programs, io_threads, engines, _ROOM * _MEMORY_BYTES * len(sizes))
+    systems = _systems(programs, engines, _ROOM * _MEMORY_BYTES * len(sizes))
     for case, system in tracked(list(itertools.product(cases, systems)), "storing"):
         system.store(case)
     measured: dict[tuple[str, int, str], list[Run]] = {}
@@ -217,13 +216,13 @@ def storage(
     _add_ratios(report, measured, engines)
 
 
-def _systems(programs: Programs, io_threads: int, engines: Sequence[str], room: int) -> list[System]:
+def _systems(programs: Programs, engines: Sequence[str], room: int) -> list[System]:
     """Start all; ShadowServe's engines have space for ``room`` bytes."""
     systems = []
     for engine in dict.fromkeys(engines):
         folder = programs.logs / engine
         folder.mkdir()
-        flags = ["--io-threads", str(io_threads), "--memory-budget-bytes", str(max(room, _ROOM_MIN))]
+        flags = ["--memory-budget-bytes", str(max(room, _ROOM_MIN))]
         if engine == "pool":
             paths = [str(folder / f"{number}.pool") for number in range(_POOL_DEVICES)]
             flags += ["--devices", json.dumps([{"path": path, "size": room // _POOL_DEVICES} for path in paths])]

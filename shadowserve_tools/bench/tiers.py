@@ -30,7 +30,7 @@ from shadowserve_tools.bench.parts.options import benchmark, folder_option, repe
 from shadowserve_tools.bench.parts.target import Target
 from shadowserve_tools.bench.parts.workload import Workload, llama_8b, put
 from shadowserve_tools.bench.peers.contender import Contender, Costs, Field, add_row
-from shadowserve_tools.bench.peers.installed import Bed, Starts, add_installed, lmcache_server
+from shadowserve_tools.bench.peers.installed import L2, Bed, Starts, add_installed, lmcache_server
 from shadowserve_tools.processes import Child, Programs, start_data_plane, start_storage, until
 from shadowserve_tools.report import Cost, Report, cpus, measure, over, walls
 
@@ -68,7 +68,7 @@ def tiers(
     files.mkdir()
     starts: Starts = {
         PEER_MEMORY: ("lmcache", lmcache_server),
-        PEER_DISK: ("lmcache", functools.partial(lmcache_server, folder=files)),
+        PEER_DISK: ("lmcache", functools.partial(lmcache_server, l2=L2(folder=files))),
     }
     peers = add_installed(field, programs, bed, starts)
     stored = workload.stored_bytes * chunks // len(workload.keys)

@@ -1,6 +1,6 @@
 """``shadowserve doctor``: checks this machine and the programs on it, and proposes remedies.
 
-Each check is a function that yields findings; the modules have the checks by subject.
+Each check is a generator of findings; the modules have the checks by subject.
 """
 
 import json
@@ -8,9 +8,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -40,7 +39,7 @@ _CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_
 
 _S = TypeVar("_S", bound=Section)
 Role = Literal["host", "data-plane", "bluefield", "storage"]
-Check = Callable[[], Iterator[Finding]]
+Check = Iterator[Finding]
 
 
 @dataclass(frozen=True)
@@ -125,10 +124,8 @@ def _host_checks(options: Options) -> Iterator[Check]:
     config, configured = _configuration(HostConfig, options, optional=True)
     engine, transfer = _engine(options)
     yield from _mover_checks(configured)
-    yield process.shared_memory
-    yield process.engine
-    for check in (host.card, host.doca, host.gpus):
-        yield partial(check, machine)
+    yield from (process.shared_memory(), process.engine())
+    yield from (host.card(machine), host.doca(machine), host.gpus(machine))
     plane, plane_configured = _configuration(DataPlaneConfig, options, "data plane's configuration", optional=True)
     if transfer is not None:
         yield transfer
@@ -136,14 +133,14 @@ def _host_checks(options: Options) -> Iterator[Check]:
         config = engine.host
     elif options.has(DataPlaneConfig) and not options.has(HostConfig):
         config = config.model_copy(update={"data_plane": _connect_address(plane.listen)})
-    yield partial(certificates, machine, _tls_files(config))
+    yield certificates(machine, _tls_files(config))
     address, key = config.data_plane.replace("{rank}", "0"), "'data_plane' of the engine"
     if options.data_plane:
         address, key = options.data_plane, "--data-plane"
     own = not host.cards(machine)
     start = _start_command(plane, options, address) if own else "on the card: systemctl start shadowserve-dpu"
     chunks = None if engine is None or engine.is_tier else (config.chunk_tokens, config.quantizer)
-    yield partial(data_plane, Plane(address=address, start=start, key=key, config=config, chunks=chunks))
+    yield data_plane(Plane(address=address, start=start, key=key, config=config, chunks=chunks))
     if own:
         yield plane_configured
     if own or options.storage:  # the card's storage may be in a network that the host cannot reach
@@ -158,9 +155,8 @@ def _engine(options: Options) -> tuple[EngineConfig | None, Check | None]:
         engine = engine_config(options.transfer)
     except ConfigurationError as error:
         remedy = "the README has an example; docs/reference/configuration.md has the keys of kv_connector_extra_config"
-        found = Finding("kv-transfer-config", "failed", str(error), remedy)
-        return None, lambda: iter([found])
-    return engine, partial(transfer_config, engine)
+        return None, iter([Finding("kv-transfer-config", "failed", str(error), remedy)])
+    return engine, transfer_config(engine)
 
 
 def _data_plane_checks(options: Options) -> Iterator[Check]:
@@ -172,15 +168,15 @@ def _data_plane_checks(options: Options) -> Iterator[Check]:
 def _reach_data_plane(options: Options, config: DataPlaneConfig) -> Iterator[Check]:
     """Yield the checks of every data plane: memory, devices of its tiers, certificates, storage."""
     machine = options.machine
-    yield partial(node.memory, machine, config.memory_budgets())
+    yield node.memory(machine, config.memory_budgets())
     if config.tiers is not None:
-        yield node.device_access
-        yield partial(node.devices, machine, config.tiers.devices)
-    yield partial(certificates, machine, _tls_files(config))
+        yield node.device_access()
+        yield node.devices(machine, config.tiers.devices)
+    yield certificates(machine, _tls_files(config))
     address = options.data_plane or _connect_address(config.listen)
     key = "--data-plane" if options.data_plane else "'listen' of section 'dpu'"
     start = _start_command(config, options, options.data_plane or config.listen)
-    yield partial(data_plane, Plane(address=address, start=start, key=key, encrypted=bool(config.tls_cert)))
+    yield data_plane(Plane(address=address, start=start, key=key, encrypted=bool(config.tls_cert)))
     yield from _reach_storage(options, config)
 
 
@@ -190,27 +186,27 @@ def _bluefield_checks(options: Options) -> Iterator[Check]:
     lists = {key: getattr(config, key) for key in _CORE_LISTS if getattr(config, key) != "auto"}
     net = [core for core in lists.get("net_cores", ()) if core >= 0]
     yield from _mover_checks(configured)
-    for check in (bluefield.card, bluefield.arm_cores, host.doca, bluefield.huge_pages):
-        yield partial(check, machine)
-    yield partial(bluefield.accelerators, machine, config.device)
+    yield from (bluefield.card(machine), bluefield.arm_cores(machine))
+    yield from (host.doca(machine), bluefield.huge_pages(machine))
+    yield bluefield.accelerators(machine, config.device)
     if options.storage or config.storage:
-        yield partial(bluefield.xlio, machine, int((options.storage or config.storage).rpartition(":")[2]))
-    yield partial(bluefield.core_lists, machine, lists)
-    yield partial(bluefield.isolation, machine, net)
-    yield partial(bluefield.unit, machine)
+        yield bluefield.xlio(machine, int((options.storage or config.storage).rpartition(":")[2]))
+    yield bluefield.core_lists(machine, lists)
+    yield bluefield.isolation(machine, net)
+    yield bluefield.unit(machine)
     yield from _reach_data_plane(options, config)
 
 
 def _storage_checks(options: Options) -> Iterator[Check]:
     machine = options.machine
     config, configured = _configuration(StorageConfig, options)
-    yield from (process.interpreter, process.native_core, process.locked_memory, configured)
-    yield node.device_access
-    yield partial(node.namespaces, machine)
-    yield partial(node.memory, machine, {"memory_budget_bytes": int(config.memory_budget_bytes)})
-    yield partial(node.devices, machine, config.devices)
-    yield partial(certificates, machine, _tls_files(config))
-    yield partial(access, machine, config)
+    yield from (process.interpreter(), process.native_core(), process.locked_memory(), configured)
+    yield node.device_access()
+    yield node.namespaces(machine)
+    yield node.memory(machine, {"memory_budget_bytes": int(config.memory_budget_bytes)})
+    yield node.devices(machine, config.devices)
+    yield certificates(machine, _tls_files(config))
+    yield access(machine, config)
     own = Node(
         what="storage server",
         address=options.storage or _connect_address(_own_address(config)),
@@ -220,13 +216,13 @@ def _storage_checks(options: Options) -> Iterator[Check]:
         credentials=Credentials(authorities=config.tls_client_ca) if config.tls_cert else None,
         own=True,
     )
-    yield partial(storage_node, own)
+    yield storage_node(own)
 
 
 def _mover_checks(configured: Check) -> Iterator[Check]:
     """Yield the checks of programs that move KV: hosts and data planes."""
-    yield from (process.interpreter, process.native_core, process.decoding)
-    yield from (process.locked_memory, process.cores, configured)
+    yield from (process.interpreter(), process.native_core(), process.decoding())
+    yield from (process.locked_memory(), process.cores(), configured)
 
 
 def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
@@ -236,8 +232,8 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
         try:
             addresses = list(members.read(plane.storage_nodes))
         except (OSError, ValueError) as error:
-            found = Finding("storage nodes", "failed", f"{plane.storage_nodes}: {error}", "correct 'storage_nodes'")
-            yield lambda: iter([found])
+            found = f"{plane.storage_nodes}: {error}"
+            yield iter([Finding("storage nodes", "failed", found, "correct 'storage_nodes'")])
             return
     addresses = addresses or [plane.storage]
     if addresses == [""]:
@@ -260,7 +256,7 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
             credentials=credentials,
             cluster=bool(plane.storage_cluster) and not options.storage,
         )
-        yield partial(storage_node, node)
+        yield storage_node(node)
 
 
 def _configuration(
@@ -275,19 +271,11 @@ def _configuration(
     if optional and options.config is not None and not options.has(section):
         file = None
     environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
-
-    def sound() -> Iterator[Finding]:
-        yield Finding(what, "ok", file or "the defaults")
-
-    def broken() -> Iterator[Finding]:
-        remedy = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
-        yield Finding(what, "failed", message, remedy)
-
     try:
-        return section.load(file, environment=environment), sound
+        return section.load(file, environment=environment), iter([Finding(what, "ok", file or "the defaults")])
     except ConfigurationError as error:
-        message = str(error)
-        return section.load(environment={}), broken
+        remedy = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
+        return section.load(environment={}), iter([Finding(what, "failed", str(error), remedy)])
 
 
 def _sections(file: str) -> tuple[str, ...]:

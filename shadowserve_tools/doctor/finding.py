@@ -1,6 +1,6 @@
 """Findings of the doctor, and the system that it reads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,11 +68,11 @@ class Machine:
         return bool(self.find("/sys/bus/platform/devices/MLNXBF*"))
 
 
-def run_check(check: Callable[[], Iterator[Finding]]) -> list[Finding]:
+def run_check(check: Iterator[Finding]) -> list[Finding]:
     """Return the findings of a check. An error in it is itself a finding, so that the other checks run."""
-    name = getattr(check, "__name__", "check").strip("_<>")
+    name = getattr(check, "__name__", "check")
     try:
-        return list(check())
+        return list(check)
     except NotInstalledError as error:
         return [Finding(name, "failed", error.missing, error.remedy)]
     except Exception as error:  # the other checks must still run

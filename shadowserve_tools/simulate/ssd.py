@@ -13,10 +13,8 @@ from shadowserve_tools.bench.parts.options import real, whole
 from shadowserve_tools.charts import Chart
 from shadowserve_tools.report import Output, Report, output_options
 from shadowserve_tools.simulate.assumptions import given, last, rows
+from shadowserve_tools.simulate.objectcache import LAYERS, TOKEN_LAYER_BYTES
 
-LAYERS: Final = 32
-TOKEN_LAYER_BYTES: Final = 4096
-"""Of Llama 3.1 8B in 16 bits: keys and values of 8 heads of 128."""
 LAYER_PARAMETERS: Final = 218_112_000
 """Of a layer: 4,096 wide, 8 KV heads, 14,336 in its feed-forward network."""
 WIDTH: Final = 4096

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 EVERYWHERE = os.sched_getaffinity(0)
 MODEL = Model(layers=8, hidden=64, heads=16, head_size=128)
-LOAD = Load(chunks=2, documents=2, output=8, requests=8)
+LOAD = Load(chunks=2, documents=2, output=8, requests=8, running_max=4)
 
 
 class Watch:
@@ -84,7 +84,7 @@ def stack(workload: Workload) -> Iterator[Stack]:
     with ExitStack() as running:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(subprocess, "Popen", Preloaded)
-            stack = Stack(running, MODEL, LOAD, 4)
+            stack = Stack(running, MODEL, LOAD)
         put(workload, stack.storage.address)
         yield stack
 

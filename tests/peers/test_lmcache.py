@@ -21,7 +21,7 @@ from host_control.lmcache.choice import COMPUTE, LOAD
 from shadowserve.errors import ShadowServeError
 from shadowserve_tools.bench.parts.workload import made_up_slices
 from shadowserve_tools.bench.peers.contender import Contender
-from shadowserve_tools.bench.peers.installed import ENVIRONMENT, IDENTITY, Adapter, Bed, Serde, lmcache_server, product
+from shadowserve_tools.bench.peers.installed import ENVIRONMENT, IDENTITY, L2, Bed, Serde, lmcache_server, product
 from shadowserve_tools.processes import start_storage
 
 CHUNKS, LAYERS = 3, 4
@@ -103,13 +103,13 @@ def started(logs: Path, store: str, serde: Serde) -> Iterator[LMCache]:
         if store == "files":
             folder = logs / "files"
             folder.mkdir()
-            contender = stack.enter_context(lmcache_server(bed, "LMCache", folder=folder, serde=serde))
+            contender = stack.enter_context(lmcache_server(bed, "LMCache", L2(folder=folder, serde=serde)))
             yield LMCache(contender, Folder(folder))
             return
         node = stack.enter_context(start_storage(logs))
         client = stack.enter_context(redis.Redis.from_url(f"redis://{node.address}"))
-        adapter: Adapter = "valkey" if store == "valkey" else "resp"
-        contender = stack.enter_context(lmcache_server(bed, "LMCache", redis=node, serde=serde, adapter=adapter))
+        l2 = L2(redis=node, serde=serde, adapter="valkey" if store == "valkey" else "resp")
+        contender = stack.enter_context(lmcache_server(bed, "LMCache", l2))
         yield LMCache(contender, Node(client))
 
 

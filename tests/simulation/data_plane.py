@@ -229,8 +229,7 @@ class DataPlane:
 
 @contextmanager
 def simulated_modules(world: World) -> Iterator[None]:
-    fake = types.SimpleNamespace(**{name: getattr(links.socket, name) for name in _SOCKET_NAMES})
-    fake.socket = SimulatedSocket
+    fake = types.SimpleNamespace(**{**vars(links.socket), "socket": SimulatedSocket})
     before = links.socket
     setattr(links, "socket", fake)  # noqa: B010
     setattr(outage, "random", world.random)  # noqa: B010
@@ -239,15 +238,3 @@ def simulated_modules(world: World) -> Iterator[None]:
     finally:
         setattr(links, "socket", before)  # noqa: B010
         setattr(outage, "random", random)  # noqa: B010
-
-
-_SOCKET_NAMES: Final = (
-    "SOCK_STREAM",
-    "IPPROTO_TCP",
-    "TCP_NODELAY",
-    "SOL_SOCKET",
-    "SO_KEEPALIVE",
-    "MSG_PEEK",
-    "MSG_DONTWAIT",
-    "SHUT_RDWR",
-)

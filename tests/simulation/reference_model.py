@@ -10,7 +10,7 @@ an eviction or loss for any other miss.
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 FOREVER: Final = 1 << 62
@@ -70,11 +70,6 @@ def text_of(key: Key, number: int, size: int) -> bytes:
     return (head + random.Random(number).randbytes(max(size - len(head), 8)))[: max(size, 32)]
 
 
-@dataclass
-class _History:
-    changes: list[Change] = field(default_factory=list)
-
-
 class Model:
     """All keys of all tenants.
 
@@ -88,29 +83,29 @@ class Model:
         self.unpaid: list[tuple[Key, int]] = []
         self.reads = 0
         self.misses = 0
-        self._histories: defaultdict[Key, _History] = defaultdict(_History)
+        self._histories: defaultdict[Key, list[Change]] = defaultdict(list)
 
     def add(self, key: Key, change: Change) -> None:
-        self._histories[key].changes.append(change)
+        self._histories[key].append(change)
 
     def keys(self) -> list[Key]:
         return [key for key in self._histories if key[1]]
 
     def writes(self, key: Key) -> list[Write]:
         """Return every set of a key that may have occurred."""
-        return [each for each in self._histories[key].changes if isinstance(each, Write) and not each.rejected]
+        return [each for each in self._histories[key] if isinstance(each, Write) and not each.rejected]
 
     def lose_all(self) -> None:
         """Allow the loss of all values: a store in memory has ended."""
         for history in self._histories.values():
-            for change in history.changes:
+            for change in history:
                 if isinstance(change, Write):
                     change.lost = True
 
     def doubt_all(self) -> None:
         """Allow the loss of all changes so far."""
         for history in self._histories.values():
-            for change in history.changes:
+            for change in history:
                 change.acknowledged = False
 
     # ---- Reads
@@ -133,7 +128,7 @@ class Model:
         others = [
             (other, write.number)
             for other, history in self._histories.items()
-            for write in history.changes
+            for write in history
             if isinstance(write, Write) and matches(write)
         ]
         raise Violation(f"wrong: {what} of {key} returned bytes of another key or of none: {others}")
@@ -156,9 +151,9 @@ class Model:
         return None
 
     def _changes(self, key: Key) -> Iterable[Change]:
-        yield from self._histories[key].changes
+        yield from self._histories[key]
         if key[1]:
-            yield from self._histories[key[0], b""].changes
+            yield from self._histories[key[0], b""]
 
     def _expiries(self, key: Key, write: Write, begin_ns: int, end_ns: int) -> list[tuple[int, int]]:
         """Return the possible expiries of a write at a read; FOREVER for none."""

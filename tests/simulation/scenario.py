@@ -220,7 +220,7 @@ class Simulation:
         )
 
     def _count_losses(self) -> None:
-        found = self.server.statistics()
+        found = self.server.store.statistics()
         self.paid += found.evicted_keys + found.lost_keys + found.failed_writes
 
     def _end_life(self, how: str) -> None:
@@ -413,7 +413,7 @@ class Simulation:
         self._count_losses()
         if self.trusts_counts and len(self.model.unpaid) > self.paid:
             raise Violation(f"lost: {len(self.model.unpaid)} misses, {self.paid} counted: {self.model.unpaid}")
-        found = self.server.statistics()
+        found = self.server.store.statistics()
         if found.held_bytes:
             raise Violation(f"leak: {found.held_bytes} bytes are held without a user")
         engine = self.server.store

@@ -17,7 +17,6 @@ from simulated_network import Link, ServerSocket
 from world import MS, US, S, SimulatedLock, World
 
 from shadowserve.pool.pool import Pool
-from shadowserve.pool.statistics import Statistics
 from storage_kv.access.users import Users
 from storage_kv.clients.connection import Connection
 from storage_kv.clients.event_loop import READ, WRITE, Lane
@@ -259,9 +258,6 @@ class SimulatedServer:
         self.world.after(100 * MS, "main", self._watch)
 
     # ---- The end
-
-    def statistics(self) -> Statistics:
-        return self.store.statistics()
 
     def die(self) -> None:
         """End at once, like a killed process."""

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,101 +26,51 @@ from shadowserve_tools.demo_model import OWN_MODEL
 from shadowserve_tools.report import Report, half_width, outcome, verdict
 from shadowserve_tools.simulate.fleet import checked
 
-NO_PEERS = ["--peers-python", "/nonexistent/python"]
+NO_PEERS = "--peers-python /nonexistent/python"
+TINY = "--layers 2 --hidden 64 --heads 2 --head-size 32"
 SMALL = {
-    "fetch": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
-    "pipeline": ["--chunks", "4", "--layers", "1", "--long", "4", "--long-layers", "1", "--repeats", "1"],
-    "stages": ["--largest", "64", "--mebibytes", "1", "--repeats", "1"],
-    "codecs": ["--layers", "1", "--mebibytes", "1", "--repeats", "1"],
-    "storage": [
-        *("--sizes", "1,2", "--connections", "1", "--mebibytes", "8", "--repeats", "1"),
-        *("--engines", "memory,pool"),
-    ],
-    "commands": ["--count", "500", "--repeats", "1"],
-    "aggregate": [
-        *("--chunks", "16,256", "--tokens", "256", "--layers", "2", "--repeats", "1"),
-        *("--below", "memory"),  # over Ceph, and for 'layers', it takes half a minute longer
-    ],
-    "schedule": [
-        *("--mixes", "A,C", "--policies", "stall_opt", "--rate", "0.2", "--time", "0.01", "--repeats", "1"),
-    ],
-    "nodes": [
-        *("--hosts", "1", "--documents", "2", "--chunks", "4", "--long", "16", "--fetched", "8", "--requests", "1"),
-        *("--repeats", "1", "--troubles", "1", "--phase", "0.2", "--settle", "0.2"),
-    ],
-    "index": ["--objects", "50000", "--repeats", "1"],
-    "link": ["--rate", "4", "--chunks-per-gbit", "0.25", "--repeats", "1", *NO_PEERS],
-    "lmcache": ["--chunks", "1", "--repeats", "1", *NO_PEERS],
-    "control": ["--requests", "4", "--prompt-chunks", "2"],
-    "memory": ["--longest", "8192", "--repeats", "1"],
-    "tiers": ["--chunks", "3", "--repeats", "1", *NO_PEERS],
-    "pages": ["--layers", "2", "--repeats", "1"],
-    "isolation": ["--samples", "100"],
-    "events": ["--stores", "8000", "--repeats", "1"],
-    "serving": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
-        *("--documents", "2", "--output-tokens", "4", "--rate", "5", "--link", "4", "--fills", "3"),
-        *("--repeats", "1", "--rounds", "1"),
-        *NO_PEERS,
-    ],
-    "agents": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--agents", "2", "--turns", "4"),
-        *("--system-tokens", "256", "--turn-tokens", "200", "--output-tokens", "2", "--repeats", "1", "--pause", "0"),
-        *NO_PEERS,
-    ],
-    "sglang": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
-        *("--repeats", "1", "--sglang-python", "/nonexistent/python"),
-    ],
-    "recovery": ["--objects", "2000", "--pairs", "1"],
-    "pool": ["--chunks", "8", "--chunk-kib", "256", "--caps", "2000,1000", "--memory", "500", "--repeats", "1"],
-    "interference": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
-        *("--documents", "1", "--lengths", "4", "--requests", "2", "--repeats", "1", "--rounds", "3"),
-        *("--rounds-max", "3", "--phase-steps", "2"),
-    ],
-    "budget": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "1"),
-        *("--documents", "1", "--read-chunks", "8", "--chunk-kib", "256", "--turns", "1", "--learning", "1"),
-        *("--rounds", "6", "--rounds-max", "6", "--phase-steps", "2", "--kinds", "reads,near_lossless,pages"),
-    ],
-    "ablation": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
-        *("--documents", "1", "--output-tokens", "4", "--requests", "2", "--unloaded", "1", "--repeats", "1"),
-    ],
-    "disaggregation": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-chunks", "2"),
-        *("--documents", "2", "--output-tokens", "4"),
-    ],
-    "layers": [
-        *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600:1"),
-        *("--prompt", "700:2", "--repeats", "1", "--no-s3", "--beside", "0"),
-    ],
-    "auto": [
-        *("--layers", "3", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
-        *("--link", "4", "--learning", "1", "--repeats", "1"),
-    ],
-    "decide": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "300"),
-        *("--prompt", "600", "--link", "4", "--repeats", "1"),
-    ],
-    "queue": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt", "600"),
-        *("--output-tokens", "2", "--repeats", "1"),
-    ],
-    "oversubscription": [
-        *("--layers", "2", "--hidden", "64", "--heads", "2", "--head-size", "32", "--prompt-tokens", "30"),
-        *("--output-tokens", "100", "--fit", "4", "--demand", "1", "--demand", "2", "--repeats", "1"),
-    ],
-    "quality": [
-        *("--model", str(OWN_MODEL), "--context", "512", "--scored", "64", "--windows", "1", "--prompts", "0"),
-    ],
-    "gpu": [
-        *("--cpu", "--layers", "1", "--chunks", "1", "--batch", "2", "--hidden", "64", "--steps", "3"),
-        *("--kv-rate", "1", "--repeats", "1"),
-    ],
+    "fetch": f"--chunks 1 --repeats 1 {NO_PEERS}",
+    "pipeline": "--chunks 4 --layers 1 --long 4 --long-layers 1 --repeats 1",
+    "stages": "--largest 64 --mebibytes 1 --repeats 1",
+    "codecs": "--layers 1 --mebibytes 1 --repeats 1",
+    "storage": "--sizes 1,2 --connections 1 --mebibytes 8 --repeats 1 --engines memory,pool",
+    "commands": "--count 500 --repeats 1",
+    # Over Ceph, and for 'layers', it takes half a minute longer.
+    "aggregate": "--chunks 16,256 --tokens 256 --layers 2 --repeats 1 --below memory",
+    "schedule": "--mixes A,C --policies stall_opt --rate 0.2 --time 0.01 --repeats 1",
+    "nodes": "--hosts 1 --documents 2 --chunks 4 --long 16 --fetched 8 --requests 1 --repeats 1 --troubles 1 "
+    "--phase 0.2 --settle 0.2",
+    "index": "--objects 50000 --repeats 1",
+    "link": f"--rate 4 --chunks-per-gbit 0.25 --repeats 1 {NO_PEERS}",
+    "lmcache": f"--chunks 1 --repeats 1 {NO_PEERS}",
+    "control": "--requests 4 --prompt-chunks 2",
+    "memory": "--longest 8192 --repeats 1",
+    "tiers": f"--chunks 3 --repeats 1 {NO_PEERS}",
+    "pages": "--layers 2 --repeats 1",
+    "isolation": "--samples 100",
+    "events": "--stores 8000 --repeats 1",
+    "serving": f"{TINY} --prompt-chunks 2 --documents 2 --output-tokens 4 --rate 5 --link 4 --fills 3 --repeats 1 "
+    f"--rounds 1 {NO_PEERS}",
+    "agents": f"{TINY} --agents 2 --turns 4 --system-tokens 256 --turn-tokens 200 --output-tokens 2 --repeats 1 "
+    f"--pause 0 {NO_PEERS}",
+    "sglang": f"{TINY} --prompt-chunks 2 --repeats 1 --sglang-python /nonexistent/python",
+    "recovery": "--objects 2000 --pairs 1",
+    "pool": "--chunks 8 --chunk-kib 256 --caps 2000,1000 --memory 500 --repeats 1",
+    "interference": f"{TINY} --prompt-chunks 1 --documents 1 --lengths 4 --requests 2 --repeats 1 --rounds 3 "
+    "--rounds-max 3 --phase-steps 2",
+    "budget": f"{TINY} --prompt-chunks 1 --documents 1 --read-chunks 8 --chunk-kib 256 --turns 1 --learning 1 "
+    "--rounds 6 --rounds-max 6 --phase-steps 2 --kinds reads,near_lossless,pages",
+    "ablation": f"{TINY} --prompt-chunks 2 --documents 1 --output-tokens 4 --requests 2 --unloaded 1 --repeats 1",
+    "disaggregation": f"{TINY} --prompt-chunks 2 --documents 2 --output-tokens 4",
+    "layers": f"{TINY} --layers 3 --prompt 600:1 --prompt 700:2 --repeats 1 --no-s3 --beside 0",
+    "auto": f"{TINY} --layers 3 --prompt 600 --link 4 --learning 1 --repeats 1",
+    "decide": f"{TINY} --prompt 300 --prompt 600 --link 4 --repeats 1",
+    "queue": f"{TINY} --prompt 600 --output-tokens 2 --repeats 1",
+    "oversubscription": f"{TINY} --prompt-tokens 30 --output-tokens 100 --fit 4 --demand 1 --demand 2 --repeats 1",
+    "quality": f"--model '{OWN_MODEL}' --context 512 --scored 64 --windows 1 --prompts 0",
+    "gpu": "--cpu --layers 1 --chunks 1 --batch 2 --hidden 64 --steps 3 --kv-rate 1 --repeats 1",
 }
-
+"""Options of a small run. The last of two equal ones counts."""
 
 CONSTANTS = {
     "events": {"_MEMORY": "2 MiB", "_FILLING": 10_000, "_SMALL_LOG": 128 << 10, "_OVERFLOWING": 10_000},
@@ -155,7 +106,8 @@ if os.environ.get("TEST_NIGHTLY"):
 
 def run(tmp_path: Path, name: str) -> dict[str, Any]:
     file, plot = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
-    result = CliRunner().invoke(main, ["bench", name, *SMALL[name], "--json", str(file), "--plot", str(plot)])
+    options = [*shlex.split(SMALL[name]), "--json", str(file), "--plot", str(plot)]
+    result = CliRunner().invoke(main, ["bench", name, *options])
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(file.read_text())
     assert all(chart["title"] in plot.read_text() for chart in content["charts"])
@@ -206,7 +158,7 @@ def test_every_benchmark_explains_its_method_without_measuring() -> None:
 
 
 def test_link_without_rights_names_what_it_needs() -> None:
-    command = [sys.executable, "-m", "shadowserve_tools", "bench", "link", *SMALL["link"]]
+    command = [sys.executable, "-m", "shadowserve_tools", "bench", "link", *shlex.split(SMALL["link"])]
     if may_link():
         command = ["setpriv", "--bounding-set=-sys_admin,-net_admin", *command]
     done = subprocess.run(command, capture_output=True, text=True, timeout=NEVER_S)

@@ -1,6 +1,5 @@
 """The ``shadowserve`` command: its output, and the exit codes for scripts."""
 
-import json
 import re
 import socket
 import subprocess
@@ -9,14 +8,13 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from machine import NEVER_S, PATIENT, free_port
+from machine import NEVER_S
 
 from dpu_dataplane.config import DataPlaneConfig
 from shadowserve import __version__
 from shadowserve.config import Section
 from shadowserve_tools import COMMANDS, main
 from shadowserve_tools.bench import BENCHES
-from shadowserve_tools.processes import start_data_plane, start_storage
 from shadowserve_tools.simulate import SIMULATIONS
 from storage_kv.config import StorageConfig
 
@@ -180,94 +178,3 @@ def test_a_program_starts_without_the_other_and_without_reading_its_own_source(c
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=NEVER_S, check=True)
     assert done.stdout == "[] []\n"
-
-
-def test_both_programs_start_connect_and_stop_on_sigterm(tmp_path: Path) -> None:
-    small = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB"]
-    with (
-        start_storage(tmp_path) as storage,
-        start_data_plane(tmp_path, storage.address, *PATIENT, *small) as data_plane,
-    ):
-        found = found_by_doctor("--storage", storage.address, "--data-plane", data_plane.address)
-        assert (found["storage server"][0], found["data plane"][0]) == ("ok", "ok")
-    for child in (storage, data_plane):
-        assert child.process.returncode == 0, child.log.read_text()
-        assert "Traceback" not in child.log.read_text()
-
-
-# ---- Doctor ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_prints_findings_as_json() -> None:
-    done = run("doctor", "--json", "--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1")
-    report = json.loads(done.output)
-    assert report["version"] == __version__
-    findings = {finding["what"]: finding for finding in report["findings"]}
-    assert len(findings) == len(report["findings"])
-    assert {"Python", "system", "C core", "shared memory", "storage server", "data plane"} <= set(findings)
-    assert {"codec none", "codec deflate", "codec lz4", "codec zstd", "codec kvrans"} <= set(findings)
-    for finding in report["findings"]:
-        assert set(finding) == {"what", "state", "found", "remedy"}
-        assert finding["state"] in ("ok", "warning", "failed")
-        assert finding["found"]
-        assert finding["remedy"] or finding["state"] == "ok"
-    assert done.exit_code == any(finding["state"] == "failed" for finding in report["findings"])
-
-
-def found_by_doctor(*arguments: str) -> dict[str, tuple[str, str, str]]:
-    findings = json.loads(run("doctor", "--json", *arguments).output)["findings"]
-    return {each["what"]: (each["state"], each["found"], each["remedy"]) for each in findings}
-
-
-@pytest.mark.parametrize(
-    ("address", "command"),
-    [
-        ("127.0.0.1:1", "shadowserve storage --port 1"),
-        ("nowhere", "give the address as HOST:PORT"),
-        ("127.0.0.1:many", "give the address as HOST:PORT"),
-        (":6380", "give the address as HOST:PORT"),
-    ],
-)
-def test_a_stopped_program_is_a_warning_with_the_command_that_starts_it(address: str, command: str) -> None:
-    state, _, remedy = found_by_doctor("--storage", address)["storage server"]
-    assert (state, remedy) == ("warning", command)
-
-
-def test_the_doctor_uses_the_configured_addresses(tmp_path: Path) -> None:
-    """Symptom: in the host's role, it tried the default port of storage, and the remedy contained another file."""
-    ports = [free_port() for _ in range(2)]
-    file = tmp_path / "all.yaml"
-    file.write_text(
-        f"host: {{data_plane: '127.0.0.1:{ports[1]}'}}\n"
-        f"dpu: {{listen: '127.0.0.1:{ports[1]}', storage: '127.0.0.1:{ports[0]}'}}\nstorage: {{port: {ports[0]}}}\n"
-    )
-    for role in ("host", "data-plane", "storage"):
-        found = found_by_doctor("--role", role, "--config", str(file))
-        state, address, remedy = found["storage server"]
-        assert (state, remedy) == ("warning", f"shadowserve storage --config {file}")
-        assert f"127.0.0.1:{ports[0]}" in address
-        if role != "storage":
-            state, address, remedy = found["data plane"]
-            assert (state, remedy) == ("warning", f"shadowserve dpu --config {file}")
-            assert f"127.0.0.1:{ports[1]}" in address
-
-
-def test_the_doctor_proposes_a_data_plane_at_the_hosts_address_and_checks_each_node_of_a_cluster(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "file.yaml"
-    file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
-    assert found_by_doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
-    file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
-    nodes = {what for what in found_by_doctor("--config", str(file)) if what.startswith("storage")}
-    assert nodes == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
-
-
-def test_a_failed_finding_makes_the_doctor_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
-        raise OSError("no shared memory here")
-
-    monkeypatch.setattr("shutil.disk_usage", broken)
-    done = run("doctor", "--json")
-    assert done.exit_code == 1
-    assert any("no shared memory here" in finding["found"] for finding in json.loads(done.output)["findings"])

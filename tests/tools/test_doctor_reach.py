@@ -27,6 +27,7 @@ from shadowserve_tools.processes import Child, start_data_plane, start_redis, st
 
 SMALL = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB", *PATIENT]
 ENGINE = {"kv_connector": "ShadowServeConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+NOWHERE = ("--storage", "127.0.0.1:1", "--data-plane", "127.0.0.1:1")
 Found = dict[str, tuple[str, str, str]]
 
 
@@ -52,6 +53,29 @@ def doctor(*arguments: str) -> Found:
 def on_host(storage: str, plane: str, **keys: Any) -> Found:
     engine = ENGINE | {"kv_connector_extra_config": {"data_plane": plane} | keys}
     return doctor("--storage", storage, "--kv-transfer-config", json.dumps(engine))
+
+
+def test_findings_as_json_have_a_state_and_a_remedy_where_it_is_not_ok() -> None:
+    report = json.loads(CliRunner().invoke(main, ["doctor", "--json", *NOWHERE]).output)
+    assert report["version"] == __version__
+    assert len({finding["what"] for finding in report["findings"]}) == len(report["findings"])
+    for finding in report["findings"]:
+        assert set(finding) == {"what", "state", "found", "remedy"}
+        assert finding["state"] in ("ok", "warning", "failed")
+        assert finding["found"]
+        assert finding["remedy"] or finding["state"] == "ok"
+    found = {finding["what"] for finding in report["findings"]}
+    assert {"Python", "system", "C core", "shared memory", "storage server", "data plane"} <= found
+    assert {"codec none", "codec deflate", "codec lz4", "codec zstd", "codec kvrans"} <= found
+
+
+def test_an_error_in_a_check_is_a_failed_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError("no shared memory here")
+
+    monkeypatch.setattr("shutil.disk_usage", broken)
+    state, found, _ = doctor(*NOWHERE)["shared_memory"]
+    assert state == "failed" and "no shared memory here" in found
 
 
 # ---- Listening servers -----------------------------------------------------------------------------------------------
@@ -127,6 +151,20 @@ def test_an_http_server_and_a_silent_one_are_recognized(monkeypatch: pytest.Monk
         assert identify(f"127.0.0.1:{silent.getsockname()[1]}").protocol == "silent"
 
 
+@pytest.mark.parametrize(
+    ("address", "command"),
+    [
+        ("127.0.0.1:1", "shadowserve storage --port 1"),
+        ("nowhere", "give the address as HOST:PORT"),
+        ("127.0.0.1:many", "give the address as HOST:PORT"),
+        (":6380", "give the address as HOST:PORT"),
+    ],
+)
+def test_a_stopped_program_is_a_warning_with_the_command_that_starts_it(address: str, command: str) -> None:
+    state, _, remedy = doctor("--storage", address)["storage server"]
+    assert (state, remedy) == ("warning", command)
+
+
 # ---- Configurations --------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +192,30 @@ def test_addresses_come_from_the_data_planes_configuration(tmp_path: Path) -> No
     found = doctor("--config", str(file))
     assert found["device /nowhere/pool"][0] == "failed" and found["memory"][0] in ("ok", "warning")
     assert "image" not in found, "the doctor identified it as a BlueField"
+
+
+def test_addresses_come_from_the_sections_of_all_programs(tmp_path: Path) -> None:
+    """Symptom: in the host's role, it tried the default port of storage, and the remedy contained another file."""
+    storage, plane = (f"127.0.0.1:{free_port()}" for _ in range(2))
+    file = tmp_path / "all.yaml"
+    sections = {"host": {"data_plane": plane}, "dpu": {"listen": plane, "storage": storage}}
+    file.write_text(json.dumps(sections | {"storage": {"port": int(storage.rpartition(":")[2])}}))
+    for role in ("host", "data-plane", "storage"):
+        found = doctor("--role", role, "--config", str(file))
+        assert found["storage server"][::2] == ("warning", f"shadowserve storage --config {file}")
+        assert storage in found["storage server"][1]
+        if role != "storage":
+            assert found["data plane"][::2] == ("warning", f"shadowserve dpu --config {file}")
+            assert plane in found["data plane"][1]
+
+
+def test_a_data_plane_is_proposed_at_the_hosts_address_and_each_node_of_a_cluster_is_checked(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
+    assert doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
+    file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
+    nodes = {what for what in doctor("--config", str(file)) if what.startswith("storage")}
+    assert nodes == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
 
 
 def test_a_file_of_another_program_is_a_failure(tmp_path: Path) -> None:

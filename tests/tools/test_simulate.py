@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import CliRunner
 
 from shadowserve_tools import main
 from shadowserve_tools.simulate import objectcache
@@ -178,36 +178,24 @@ def test_a_range_contains_the_best_estimate_and_the_corners(design: Design) -> N
 # ---- The command ---------------------------------------------------------------------------------------------------
 
 
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["simulate", "bluefield", *arguments], prog_name="shadowserve")
-
-
-def test_the_command_writes_rows_assumptions_and_targets_reproducibly(tmp_path: Path) -> None:
-    files = [tmp_path / "one.json", tmp_path / "two.json"]
-    for file in files:
-        done = run("--bandwidth", "10,40", "--json", str(file))
-        assert done.exit_code == 0, done.output
-    assert files[0].read_text() == files[1].read_text()
-    data = json.loads(files[0].read_text())
+def test_the_command_writes_rows_assumptions_and_targets_reproducibly(simulate: Callable[..., Any]) -> None:
+    data = simulate("bluefield", "--bandwidth", "10,40")
+    assert data == simulate("bluefield", "--bandwidth", "10,40")
     assert len(data["rows"]) == 2 * (1 + len(COMBINATIONS))
     assert {"system", "link_Gbps", "net_Gbps", "ttft_ms", "tpot_ms", "req_per_s"} <= set(data["rows"][0])
     assert all({"name", "value", "low", "high", "source", "meaning"} <= set(row) for row in data["assumptions"])
     assert [row["name"] for row in data["targets"]] == [target.name for target in TARGETS]
     assert {row["stage"] for row in data["stages"]} == {"network", "deflate", "dequantize", "dma"}
-    assert [chart["title"].partition(",")[0] for chart in data["charts"]] == [
-        "Unloaded TTFT", "Loaded TPOT", "Highest load",
-    ]  # fmt: skip
+    titles = [chart["title"].partition(",")[0] for chart in data["charts"]]
+    assert titles == ["Unloaded TTFT", "Loaded TPOT", "Highest load"]
     for chart in data["charts"]:
         assert set(chart["dots"]) <= set(chart["series"]) and all(chart["series"].values())
 
 
-def test_one_combination_is_shown_with_the_papers_two_systems(tmp_path: Path) -> None:
-    file, plot = tmp_path / "one.json", tmp_path / "one.svg"
-    options = ["--with", "slices,fusion", "--slice-bytes", "64KiB", "--rate", "0.5"]
-    options += ["--json", str(file), "--plot", str(plot)]
-    done = run("--bandwidth", "40", *options)
-    assert done.exit_code == 0, done.output
-    systems = [row["system"] for row in json.loads(file.read_text())["rows"]]
+def test_one_combination_is_shown_with_the_papers_two_systems(tmp_path: Path, simulate: Callable[..., Any]) -> None:
+    plot = tmp_path / "one.svg"
+    options = ("--with", "slices,fusion", "--slice-bytes", "64KiB", "--rate", "0.5", "--plot", str(plot))
+    systems = [row["system"] for row in simulate("bluefield", "--bandwidth", "40", *options)["rows"]]
     assert systems == ["CacheGen-Async", "ShadowServe", "fusion + slices"]
     assert "with fusion + slices" in plot.read_text() and "paper, ShadowServe" in plot.read_text()
 

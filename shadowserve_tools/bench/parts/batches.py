@@ -21,18 +21,13 @@ from shadowserve.errors import ShadowServeError
 from shadowserve.native._library import check, ffi, lib
 from shadowserve.resp import encode_bulk_header, encode_command
 from shadowserve_tools.bench.parts.kernels import memory, together
-from shadowserve_tools.bench.parts.lean import connect, receive
+from shadowserve_tools.bench.parts.lean import receive
 from shadowserve_tools.bench.parts.workload import Workload
 from shadowserve_tools.report import Cost, measure
 
 DEADLINE_NS: Final = 60_000_000_000
 ROOM_BYTES: Final = 4096
 """Space for each chunk in addition to its bytes: more than the alignment."""
-
-
-def connected(address: str, count: int) -> list[socket.socket]:
-    """Return connections to the storage node at ``host:port``."""
-    return [connect(address) for _ in range(count)]
 
 
 def _stored_bytes(workload: Workload, chunks: int) -> int:

@@ -1,7 +1,7 @@
 """Commands of benchmarks and their options."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,23 @@ def choice(flags: str, names: Iterable[str], default: str | tuple[str, ...], hel
     return _option(flags, click.Choice(list(names)), default, help_)
 
 
+def grouped(name: str, kind: Callable[..., Any], options: Mapping[str, Decorator]) -> Decorator:
+    """Add options that become one argument, ``name``: a ``kind`` with an attribute for each option."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_group(*arguments: Any, **values: Any) -> None:
+            attributes = {each: values.pop(each) for each in options}
+            command(*arguments, **{name: kind(**attributes)}, **values)
+
+        decorated: Callable[..., None] = with_group
+        for option in reversed(list(options.values())):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
 def repeats_option(default: int, help_: str = "Number of pairs.", most: int = 50) -> Decorator:
     """Add ``--repeats``."""
     return whole("--repeats", default, help_, most=most)
@@ -103,7 +120,7 @@ def numbers_option(
     return listed(flags, default, help_, read, count, metavar="N,...")
 
 
-def one_of(names: Sequence[str]) -> Callable[[str], str]:
+def one_of(names: Collection[str]) -> Callable[[str], str]:
     """Return a reader of :func:`listed` that takes these values."""
 
     def read(part: str) -> str:

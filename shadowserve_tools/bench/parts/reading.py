@@ -23,6 +23,7 @@ from shadowserve_tools.report import INTERVAL_VALUES_MIN, half_width, over
 FREE_GBIT_PER_S: Final = 100.0
 """Rate of a link without a limit: more than the cores move."""
 _TIMEOUT_S: Final = 120
+_CONNECTIONS: Final = "2"
 _RECONNECT_TIMEOUT_S: Final = 60.0
 """The plugin's circuit breaker may be open for a while."""
 _FILL_BYTES: Final = 4 << 20
@@ -37,16 +38,15 @@ class Bed:
     Args:
         over_s3: True for a bucket behind the store, of Ceph if it is installed.
         one_request: True for an engine that has blocks for a single request; others wait.
-        requests_max: Requests that run at one time.
     """
 
     def __init__(
-        self, programs: Programs, model: Model, tokens_max: int, connections: int = 2, over_s3: bool = False,
-        one_request: bool = False, requests_max: int = 1, **keys: Any,
+        self, programs: Programs, model: Model, tokens_max: int, over_s3: bool = False,
+        one_request: bool = False, running_max: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         self.network: Link = programs.enter_context(linked())
         self.network.limit(FREE_GBIT_PER_S)
-        load = Load(chunks=-(-tokens_max // DEFAULT_CHUNK_TOKENS), documents=1)
+        load = Load.of_prompt(tokens_max, running_max=running_max)
         self._host = host = Host(programs, programs.logs, model, load, self.network)
         write_model(host.folder, model, load)
         self._store_bytes = 4 * host.document_bytes + (64 << 20)
@@ -63,7 +63,6 @@ class Bed:
             self._operator = programs.enter_context(client(self._storage.address, host.password))
         self._filled = itertools.count()
         self._chunks_stored = 0
-        self._connections = str(connections)
         self._plane = programs.enter_context(ExitStack())
         plane = self.restart_plane()
         buffers = dict.fromkeys(("fetch_buffer_bytes", "store_buffer_bytes"), host.document_bytes)
@@ -73,12 +72,12 @@ class Bed:
         )
         # A prompt is computed in one step, as in engines that only compute prompts.
         room["max_num_batched_tokens"] = load.prompt_tokens
-        self.engine = host.start_engine("engine", transfer, requests_max, **room)
+        self.engine = host.start_engine("engine", transfer, **room)
         self.plane = programs.enter_context(closing(DataPlaneClient(plane.address)))
 
     def restart_plane(self, *flags: str) -> Child:
         self._plane.close()
-        flags = ("--connections", self._connections, *flags)
+        flags = ("--connections", _CONNECTIONS, *flags)
         self._daemon = self._host.start_plane(self._storage.address, *flags, stack=self._plane)
         return self._daemon
 

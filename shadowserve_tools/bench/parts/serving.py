@@ -6,7 +6,6 @@ in nothing else take turns within seconds.
 """
 
 import contextlib
-import functools
 import json
 import os
 import random
@@ -15,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from shadowserve.cores import on_cores, usable_cores
 from shadowserve.errors import ShadowServeError
 from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.engine import model_config, prompt, write_weights
-from shadowserve_tools.bench.parts.options import Decorator, whole
+from shadowserve_tools.bench.parts.options import Decorator, grouped, whole
 from shadowserve_tools.bench.parts.workload import STEP_OF_SPREAD
 from shadowserve_tools.bench.peers.network import LOOPBACK, Network
 from shadowserve_tools.processes import Child, JsonProcess, start_data_plane, start_storage
@@ -83,6 +82,7 @@ class Load:
     Attributes:
         chunks: Chunks of 256 tokens in each document.
         rate: Requests per second, Poisson; 0 sends all at once.
+        running_max: Most requests that an engine runs at one time.
     """
 
     chunks: int
@@ -91,6 +91,12 @@ class Load:
     requests: int = 1
     rate: float = 0.0
     seed: int = 1
+    running_max: int = 1
+
+    @classmethod
+    def of_prompt(cls, tokens: int, **more: Any) -> "Load":
+        """Return a load for prompts of up to ``tokens`` tokens."""
+        return cls(chunks=-(-tokens // DEFAULT_CHUNK_TOKENS), documents=1, **more)
 
     @property
     def prompt_tokens(self) -> int:
@@ -247,7 +253,6 @@ def started_engine(
     cores: Sequence[int],
     model: Model,
     load: Load,
-    requests_max: int,
     transfer: dict[str, Any] | None = None,
     *,
     packages: Sequence[Path] = (),
@@ -260,7 +265,6 @@ def started_engine(
         folder: Folder of the log and of the model, which all engines of a folder share. Without a model, weights
             are random.
         load: Largest load that the engine has to hold.
-        requests_max: Number of requests that run at one time.
         transfer: Configuration of the KV connector; None for plain vLLM.
         more: Options of ``vllm.LLM`` that do not follow from the load.
     """
@@ -268,8 +272,8 @@ def started_engine(
         "model": str(folder / "model"),
         "load_format": "auto" if (folder / "model" / "model.safetensors").exists() else "dummy",
         "max_model_len": load.tokens_max,
-        "max_num_seqs": requests_max,
-        "kv_cache_memory_bytes": model.kv_bytes * load.tokens_max * (requests_max + 1),
+        "max_num_seqs": load.running_max,
+        "kv_cache_memory_bytes": model.kv_bytes * load.tokens_max * (load.running_max + 1),
         "dtype": "bfloat16",
         # Every request must be fetched or computed, not served from an earlier one's blocks.
         "enable_prefix_caching": False,
@@ -307,23 +311,6 @@ def plugin(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def grouped(name: str, kind: Callable[..., Any], options: Mapping[str, Decorator]) -> Decorator:
-    """Add options that become one argument, ``name``: a ``kind`` with an attribute for each option."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def with_group(*arguments: Any, **values: Any) -> None:
-            attributes = {each: values.pop(each) for each in options}
-            command(*arguments, **{name: kind(**attributes)}, **values)
-
-        decorated: Callable[..., None] = with_group
-        for option in reversed(list(options.values())):
-            decorated = option(decorated)
-        return decorated
-
-    return decorate
-
-
 def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decorator:
     """Add options for the shape of the engine's model to a command; its argument is ``model``."""
     options = {
@@ -335,18 +322,15 @@ def shape_options(layers: int, hidden: int, heads: int, head_size: int) -> Decor
     return grouped("model", Model, options)
 
 
-def model_options(*, layers: int = 8, chunks: int = 6, requests_max: int = 8) -> Decorator:
-    """Add options for model and prompts to a command; its arguments are ``model``, ``load`` and ``requests_max``.
-
-    With ``requests_max`` 0 there is no such argument.
-    """
+def model_options(*, layers: int = 8, chunks: int = 6, running_max: int = 8) -> Decorator:
+    """Add options for model and prompts to a command; its arguments are ``model`` and ``load``."""
     options = {
         "chunks": whole("--prompt-chunks chunks", chunks, "Chunks of 256 tokens in a prompt."),
         "documents": whole("--documents", 4, "Number of documents."),
+        "running_max": whole("--requests-max running_max", running_max, "Requests that run at one time."),
     }
     shape, load = shape_options(layers, 512, 16, 128), grouped("load", Load, options)
-    most = whole("--requests-max", requests_max, "Requests that run at one time.") if requests_max else lambda its: its
-    return lambda command: shape(load(most(command)))
+    return lambda command: shape(load(command))
 
 
 class Host:
@@ -400,13 +384,10 @@ class Host:
         return plugin(shared | LATE | keys)
 
     def start_engine(
-        self, name: str, transfer: dict[str, Any] | None = None, requests_max: int = 1,
-        stack: ExitStack | None = None, **more: Any,
-    ) -> Engine:  # fmt: skip
+        self, name: str, transfer: dict[str, Any] | None = None, stack: ExitStack | None = None, **more: Any
+    ) -> Engine:
         """Start an engine, see :func:`started_engine`; it ends with ``stack``, by default with everything else."""
-        starting = started_engine(
-            name, self.folder, self.partition.engine, self.model, self.load, requests_max, transfer, **more
-        )
+        starting = started_engine(name, self.folder, self.partition.engine, self.model, self.load, transfer, **more)
         return (stack or self.stack).enter_context(starting)
 
 
@@ -414,21 +395,20 @@ class Stack(Host):
     """Storage node, data plane and engine, each on its cores; all end with ``stack``.
 
     Args:
-        load: Largest load that the engine has to hold, with ``requests_max`` requests at a time.
+        load: Largest load that the engine has to hold.
 
     Attributes:
         engine: Engine with the plugin. Everything that the load needs is stored.
     """
 
-    def __init__(self, stack: ExitStack, model: Model, load: Load, requests_max: int) -> None:
+    def __init__(self, stack: ExitStack, model: Model, load: Load) -> None:
         super().__init__(stack, Path(stack.enter_context(tempfile.TemporaryDirectory())), model, load)
-        self._requests_max = requests_max
         self.storage = self.start_storage()
         self._plane = stack.enter_context(ExitStack())
         self.data_plane = self.start_plane(self.storage.address, stack=self._plane)
         # Fetches run at full speed: their effect on the engine is measured.
         keys = {"store_buffer_bytes": self.document_bytes, "breaker_backoff_max_s": 0.25, "interference_budget": 0}
-        self.engine = self.start_engine("engine", self.plugin(self.data_plane, **keys), requests_max)
+        self.engine = self.start_engine("engine", self.plugin(self.data_plane, **keys))
         stack.callback(self._plane.close)
         stored = self.engine.call("store", seeds=list(range(load.documents)), tokens=load.prompt_tokens)
         if stored != load.documents * load.chunks:
@@ -443,10 +423,8 @@ class Stack(Host):
 
     def start_keeping(self) -> Engine:
         """Start plain vLLM with every document in its prefix cache."""
-        room = self.model.kv_bytes * self.load.tokens_max * (self.load.documents + self._requests_max + 1)
-        engine = self.start_engine(
-            "keeping", None, self._requests_max, enable_prefix_caching=True, kv_cache_memory_bytes=room
-        )
+        room = self.model.kv_bytes * self.load.tokens_max * (self.load.documents + self.load.running_max + 1)
+        engine = self.start_engine("keeping", enable_prefix_caching=True, kv_cache_memory_bytes=room)
         first = replace(self.load, requests=self.load.documents, output=1, rate=0.0)
         engine.call("serve", requests=first.orders())
         return engine

@@ -19,7 +19,7 @@ from shadowserve.keys import DEFAULT_CHUNK_TOKENS
 from shadowserve_tools.bench.parts.serving import Engine, Host, check_cached
 from shadowserve_tools.bench.parts.workload import client
 from shadowserve_tools.bench.peers.contender import family
-from shadowserve_tools.bench.peers.installed import NOT_INSTALLED, does_not_run, installed, lmcache_daemon
+from shadowserve_tools.bench.peers.installed import L2, NOT_INSTALLED, does_not_run, installed, lmcache_daemon
 from shadowserve_tools.bench.peers.network import LOOPBACK
 from shadowserve_tools.processes import Child, http_request, start_redis, until
 
@@ -177,7 +177,9 @@ def lmcache(
     log = f"{name.replace(', ', '-').replace(' ', '-').lower()}-{'far' if linked else 'near'}"
     with side():
         daemon = host.stack.enter_context(
-            lmcache_daemon(log, python, host.folder, size, redis, strongest=strongest, chunk_tokens=chunk_tokens)
+            lmcache_daemon(
+                log, python, host.folder, size, L2(redis=redis), strongest=strongest, chunk_tokens=chunk_tokens
+            )
         )
     address, _, port = daemon.address.rpartition(":")
 

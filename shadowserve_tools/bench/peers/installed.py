@@ -34,9 +34,6 @@ ENVIRONMENT: Final = {
 
 
 Serde = Literal["", "fp8", "shadowserve"]
-"""How LMCache writes to its L2: raw, or by one of its serdes."""
-Adapter = Literal["resp", "valkey"]
-"""LMCache's clients of a Redis server."""
 IDENTITY: Final = "synthetic weights"
 """Key ``identity`` of the serde ``shadowserve``."""
 
@@ -54,6 +51,44 @@ class Bed:
     values_file: Path
     chunks: int
     network: Network = LOOPBACK
+
+
+@dataclass(frozen=True, kw_only=True)
+class L2:
+    """Store behind LMCache's server: a running Redis, or a folder that is read past the page cache; by default none.
+
+    Attributes:
+        serde: How LMCache writes: raw; ``fp8``: half of the bytes, and values that differ by a few per cent;
+            ``shadowserve``: this project's, which the server's process then imports.
+        adapter: LMCache's client of ``redis``.
+    """
+
+    redis: Child | None = None
+    folder: Path | None = None
+    serde: Serde = ""
+    adapter: Literal["resp", "valkey"] = "resp"
+
+    def flag(self, *, workers: bool) -> dict[str, Any]:
+        """Return LMCache's flag of this store; ``workers``: with a number of workers, as for any folder."""
+        own: dict[str, Any]
+        if self.folder is not None:
+            own = {"type": "fs_native", "base_path": str(self.folder), "use_odirect": True}
+        elif self.redis is None:
+            return {}
+        elif self.adapter == "valkey":
+            own = {"type": "valkey", "startup_nodes": self.redis.address}
+        else:
+            host, _, port = self.redis.address.rpartition(":")
+            own = {"type": "resp", "host": host, "port": int(port)}
+        if workers or self.folder is not None:
+            own["num_workers"] = 2
+        if self.serde != "shadowserve":
+            return own | ({"serde": {"type": self.serde}} if self.serde else {})
+        plugin = {"type": "plugin", "module_path": "host_control.lmcache.serde", "class_name": "Adapter"}
+        return plugin | {"adapter_params": own, "serde": {"type": self.serde, "identity": IDENTITY}}
+
+
+NO_L2: Final = L2()
 
 
 def installed(python: Path) -> dict[str, str]:
@@ -124,39 +159,22 @@ def lmcache(bed: Bed, name: str) -> Iterator[Contender]:
 
 
 @contextlib.contextmanager
-def lmcache_server(
-    bed: Bed,
-    name: str,
-    *,
-    redis: Child | None = None,
-    folder: Path | None = None,
-    serde: Serde = "",
-    adapter: Adapter = "resp",
-) -> Iterator[Contender]:
+def lmcache_server(bed: Bed, name: str, l2: L2 = NO_L2) -> Iterator[Contender]:
     """LMCache's multiprocess mode: a server with shared memory to the worker, and a store behind it.
 
-    Args:
-        redis: Running Redis that is its L2.
-        folder: Folder of its L2, read past the page cache. With neither, fetches come from its memory.
-        serde: How LMCache compresses: ``fp8`` has half of the bytes, and values that differ by a few per cent.
-        adapter: Its client of ``redis``.
+    Without an ``l2``, fetches come from the server's memory.
     """
     size = bed.chunks * bed.values_file.stat().st_size
     with contextlib.ExitStack() as stack:
         with bed.network.client_side():
-            server = stack.enter_context(
-                lmcache_daemon(
-                    "lmcache-server", bed.python, bed.logs, size, redis, folder=folder, serde=serde, adapter=adapter
-                )
-            )
-        store = redis.address if redis is not None else str(folder or "")
-        addresses = ("--address", server.address, "--http", server.http, "--store", store)
-        client = stack.enter_context(
-            _started(bed, "lmcache-server", *addresses, *(["--lossy"] if serde == "fp8" else []))
-        )
-        behind = [] if redis is None else family(redis.process.pid)
+            server = stack.enter_context(lmcache_daemon("lmcache-server", bed.python, bed.logs, size, l2))
+        store = l2.redis.address if l2.redis is not None else str(l2.folder or "")
+        flags = ["--address", server.address, "--http", server.http, "--store", store]
+        flags += ["--lossy"] if l2.serde == "fp8" else []
+        client = stack.enter_context(_started(bed, "lmcache-server", *flags))
+        behind = [] if l2.redis is None else family(l2.redis.process.pid)
         contender = client.contender(name, [*family(server.child.process.pid), *behind])
-        yield dataclasses.replace(contender, kind="compressing" if serde else "raw")
+        yield dataclasses.replace(contender, kind="compressing" if l2.serde else "raw")
 
 
 @dataclass(frozen=True)
@@ -179,11 +197,8 @@ def lmcache_daemon(
     python: Path,
     logs: Path,
     size: int,
-    redis: Child | None = None,
+    l2: L2,
     *,
-    folder: Path | None = None,
-    serde: Serde = "",
-    adapter: Adapter = "resp",
     strongest: bool = True,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
 ) -> Iterator[LMCacheDaemon]:
@@ -191,10 +206,6 @@ def lmcache_daemon(
 
     Args:
         size: Bytes that it has to hold; it gets half as much again.
-        redis: Running Redis that is its L2.
-        folder: Folder of its L2. With neither, it has its own memory alone.
-        serde: ``shadowserve`` is this project's, which its process then imports.
-        adapter: Its client of ``redis``.
         strongest: True for its fastest known configuration, with shared memory to the workers; otherwise that of
             its documentation for a host without a GPU, with the flags that it requires.
     """
@@ -212,10 +223,10 @@ def lmcache_daemon(
     if strongest:
         flags |= {"--shm-name": f"shadowserve-bench-{port}", "--max-workers": "2"}
     environment = ENVIRONMENT | {"LMCACHE_LOG_LEVEL": "INFO"}
-    if serde == "shadowserve":
+    if l2.serde == "shadowserve":
         environment["PYTHONPATH"] = str(product(logs / "product"))
-    if redis is not None or folder is not None:
-        flags["--l2-adapter"] = json.dumps(_l2_adapter(redis, folder, serde, adapter, strongest))
+    if below := l2.flag(workers=strongest):
+        flags["--l2-adapter"] = json.dumps(below)
     with started(
         name,
         [str(python.with_name("lmcache")), "server"] + [word for pair in flags.items() for word in pair],
@@ -225,25 +236,6 @@ def lmcache_daemon(
         timeout_s=START_TIMEOUT_S,
     ) as child:
         yield LMCacheDaemon(child, f"127.0.0.1:{port}", f"http://127.0.0.1:{http}")
-
-
-def _l2_adapter(
-    redis: Child | None, folder: Path | None, serde: Serde, adapter: Adapter, strongest: bool
-) -> dict[str, Any]:
-    """Return LMCache's flag of an L2 adapter."""
-    workers = {"num_workers": 2} if strongest or folder is not None else {}
-    if folder is not None:
-        own: dict[str, Any] = {"type": "fs_native", "base_path": str(folder), "use_odirect": True}
-    elif redis is not None and adapter == "valkey":
-        own = {"type": "valkey", "startup_nodes": redis.address}
-    elif redis is not None:
-        host, _, port = redis.address.rpartition(":")
-        own = {"type": "resp", "host": host, "port": int(port)}
-    own |= workers
-    if serde != "shadowserve":
-        return own | ({"serde": {"type": serde}} if serde else {})
-    plugin = {"type": "plugin", "module_path": "host_control.lmcache.serde", "class_name": "Adapter"}
-    return plugin | {"adapter_params": own, "serde": {"type": serde, "identity": IDENTITY}}
 
 
 def product(folder: Path) -> Path:
