@@ -14,8 +14,6 @@
 
 enum { KEYS = 3, LAYERS = 2, PIECES = KEYS * LAYERS, PIECE_BYTES = 5 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static struct ss_piece pieces[PIECES];
 static uint8_t places[PIECES][PIECE_BYTES];
 static uint32_t slices_of[PIECES], answers_of[PIECES], useful_chunks;
