@@ -58,11 +58,11 @@ static struct ss_backend held_backend; /* of main() */
     PIPELINE_TEST(name, shape_changes, (bench.backend = &held_backend, option_changes))
 
 /* A thread that is kept from its core in a piece of 64 slices, all of which are there at once, keeps no more of them
- * than it takes at a time: the other thread decodes all others. */
+ * than it can start: the other thread decodes all others. */
 HELD_TEST(test_a_thread_that_stands_still_keeps_few_slices, (shape->chunks = 1, shape->slices = 64),
           options->queue_depth = shape->slices) {
     struct ss_batch *batch = bench_begin(bench);
-    held.stands_until = bench->shape.slices - SS_POP_MAX;
+    held.stands_until = bench->shape.slices - held_capabilities(NULL).in_flight_max;
     batch->pieces[0].memory = bench->fixture->records[0] + RECORD_OFFSET;
     batch->pieces[0].origin = SS_ORIGIN_MEMORY;
     CHECK_EQUAL(bench_fetch_over(bench, 0), SS_OK);
