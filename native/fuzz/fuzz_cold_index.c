@@ -12,8 +12,6 @@
 
 enum { OBJECTS_MAX = 64, INDEX_BYTES_MAX = 1 << 16 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static uint32_t u32_at(const uint8_t *bytes) {
     uint32_t value;
     memcpy(&value, bytes, sizeof value);

@@ -16,8 +16,6 @@
 
 enum { TARGET_MAX = 65536, SOURCE_MAX = 65536 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 /* check_turns() decodes the stream beside others, and compares with 'alone' and what that made. */
 static void check_turns(const uint8_t *source, size_t size, const uint8_t *target, size_t target_size,
                         enum ss_result alone) {

@@ -13,8 +13,6 @@
 
 enum { BYTES_MAX = 65536 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 struct outcome {
     enum ss_result quantized;
     enum ss_result dequantized;
@@ -56,18 +54,15 @@ static void weighted(enum ss_dtype dtype, const uint8_t *data, size_t size, size
     for (size_t index = 0; index < 4 * head_length; index++) {
         centres[index] = (float)index;
     }
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         uint8_t *elements = bytes_make(elements_size);
-        if (ss_isa_force(isa) == SS_OK) {
-            enum ss_result result = ss_dequantize_weighted(dtype, &channels, 0, data, data + symbols_size,
-                                                           size - symbols_size, vectors, elements);
-            if (isa == SS_ISA_SCALAR) {
-                wanted = result;
-                memcpy(scalar, elements, elements_size);
-            }
-            CHECK(result == wanted && memcmp(elements, scalar, elements_size) == 0, "weighted differs, isa %d",
-                  (int)isa);
+        enum ss_result result = ss_dequantize_weighted(dtype, &channels, 0, data, data + symbols_size,
+                                                       size - symbols_size, vectors, elements);
+        if (isa == SS_ISA_SCALAR) {
+            wanted = result;
+            memcpy(scalar, elements, elements_size);
         }
+        CHECK(result == wanted && memcmp(elements, scalar, elements_size) == 0, "weighted differs, isa %d", (int)isa);
         free(elements);
     }
     free(scalar);
@@ -97,11 +92,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     symbol_size = quantizer == SS_QUANTIZER_BINNED ? 1 : itemsize;
     vectors = size / (length * itemsize + 4);
     elements_size = vectors * length * itemsize;
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         struct outcome outcome;
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
         outcome.symbols = bytes_make(vectors * length * symbol_size);
         outcome.scales = bytes_make(4 * vectors);
         outcome.elements = bytes_make(elements_size);

@@ -12,8 +12,6 @@
 
 enum { SIZE_MAX_HERE = 65536 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static void check_deflate(const struct doca_task *task, bool good, const uint8_t *source, size_t size,
                           const uint8_t *target, size_t capacity) {
     static uint8_t reference[SIZE_MAX_HERE];

@@ -11,8 +11,6 @@
 #include "../doca_emulator/src/emulator.h"
 #include "check.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static uint8_t target[64];
 
 static void copied(struct doca_dma_task_memcpy *task, union doca_data user, union doca_data context) {

@@ -12,8 +12,6 @@
 
 enum { OBJECTS_MAX = 64, RECORDS_MAX = 512, BLOCKS = 1 << 20, NOW_S = 1 << 30 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static void narrow(struct ss_index_record *record) {
     if (record->kind == SS_INDEX_NAME) { /* whose key lies elsewhere, and at whose end its text is */
         uint8_t *bytes = (uint8_t *)record;

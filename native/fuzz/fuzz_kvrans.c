@@ -14,8 +14,6 @@
 
 enum { TARGET_MAX = 1 << 18, SOURCE_MAX = 1 << 18 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 /* check_elements() makes elements of a stream whose result and symbols are known. */
 static void check_elements(const uint8_t *source, size_t source_size, enum ss_dtype dtype, const uint8_t *symbols,
                            size_t size, enum ss_result expected) {
@@ -77,10 +75,10 @@ static void check_weighted(const uint8_t *source, size_t source_size, const uint
         size % columns != 0) {
         return;
     }
-    for (size_t index = 0; index < sizeof(numbers) / sizeof(numbers[0]); index++) {
+    for (size_t index = 0; index < COUNT_OF(numbers); index++) {
         numbers[index] = 0.25f + (float)(index % 11);
     }
-    for (size_t index = 0; index < sizeof(turns) / sizeof(turns[0]); index++) {
+    for (size_t index = 0; index < COUNT_OF(turns); index++) {
         turns[index] = 0.5f + 0.03125f * (float)(index % 13);
     }
     ss_decode_many(SS_CODEC_KVRANS, &stream, &elements, 1);
@@ -108,13 +106,10 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         target_region = guarded_make(TARGET_MAX);
     }
     target_size = ((size_t)data[0] << 16 | (size_t)data[1] << 8 | data[2]) % TARGET_MAX;
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         uint8_t *source = guarded_place(&source_region, size - 3, 1);
         uint8_t *target = guarded_place(&target_region, target_size, 1);
         enum ss_result result;
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
         memcpy(source, data + 3, size - 3);
         result = ss_decompress(SS_CODEC_KVRANS, source, size - 3, target, target_size);
         CHECK(result == SS_OK || result == SS_BAD_DATA, "isa %d: result %d", (int)isa, (int)result);

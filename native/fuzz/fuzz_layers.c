@@ -14,8 +14,6 @@
 
 enum { KEYS = 3, LAYERS = 2, PIECES = KEYS * LAYERS, PIECE_BYTES = 5 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static struct ss_piece pieces[PIECES];
 static uint8_t places[PIECES][PIECE_BYTES];
 static uint32_t slices_of[PIECES], answers_of[PIECES], useful_chunks;
@@ -89,8 +87,8 @@ static enum ss_layers_status give(struct ss_layers_reader *reader, const uint8_t
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static struct ss_layers_reader reader;
-    uint32_t places[PIECES];
-    struct ss_layers layers = {.layers = LAYERS, .keys = KEYS, .pieces = places};
+    uint32_t order[PIECES];
+    struct ss_layers layers = {.layers = LAYERS, .keys = KEYS, .pieces = order};
     struct ss_batch batch = {.pieces = pieces, .piece_count = PIECES, .layers = &layers, .layers_count = 1};
     const struct ss_feed feed = {.batch = &batch};
     if (size < 2) {
@@ -98,7 +96,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     size_t step = 1 + data[0] % 32, useless = data[1];
     for (uint32_t i = 0; i < PIECES; i++) {
-        places[i] = i;
+        order[i] = i;
         pieces[i] =
             (struct ss_piece){.chunk = i % KEYS, .body_length = PIECE_BYTES, .slice_first = i, .slice_count = 1};
     }

@@ -12,8 +12,6 @@
 
 enum { HEADER = 2048, UNIT = 65536 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static void make_sound(uint8_t *header) {
     memset(header + 12, 0, 4);
     uint32_t crc = ss_crc32(0, header, HEADER);

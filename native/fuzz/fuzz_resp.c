@@ -10,8 +10,6 @@
 #include "check.h"
 #include "net/resp.h"
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 static void check_head(const struct ss_resp_head *head, const uint8_t *line, size_t size) {
     if (head->status != SS_RESP_DONE) {
         return;

@@ -13,8 +13,6 @@
 
 enum { PLAIN_MAX = 1 << 18 };
 
-int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
-
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     static uint8_t plain[PLAIN_MAX], back[PLAIN_MAX + 1];
     size_t plain_size = 0, bound, written, again;

@@ -36,6 +36,17 @@ static inline int test_is_brief(void) {
     return getenv("SHADOWSERVE_TEST_BRIEF") != NULL;
 }
 
+/* These run their block with every variant of the kernels that this CPU has, in use; and for every codec of the build.
+ */
+#define FOR_EACH_ISA(isa)                                                                                              \
+    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++)                                                   \
+        if (ss_isa_force(isa) == SS_OK)
+#define FOR_EACH_CODEC(codec)                                                                                          \
+    for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++)                                       \
+        if (ss_codec_implementation(codec) != NULL)
+
+#define COUNT_OF(array) (sizeof(array) / sizeof((array)[0]))
+
 /* ---- Random numbers: the same in every run ------------------------------------------------------------------- */
 
 static uint64_t random_state = 0x9E3779B97F4A7C15u;

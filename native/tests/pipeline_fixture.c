@@ -336,29 +336,55 @@ static void bench_disconnect(struct bench *bench) {
     }
 }
 
-void bench_stop(struct bench *bench) {
+static void bench_end(struct bench *bench) {
+    bench_free_bodies(bench);
     if (bench->batch != NULL) {
         batch_free(bench->batch);
     }
+}
+
+void bench_stop(struct bench *bench) {
+    bench_end(bench);
     bench_close(bench);
     bench_disconnect(bench);
     for (uint32_t node = 0; node < bench->node_count; node++) {
         server_stop(bench->servers[node]);
     }
     fixture_free(bench->fixture);
+    if (bench->other != NULL) {
+        fixture_free(bench->other);
+    }
 }
 
 struct ss_batch *bench_begin(struct bench *bench) {
-    if (bench->batch != NULL) {
-        batch_free(bench->batch);
-    }
+    bench_end(bench);
     bench->batch = fixture_round(bench->fixture);
     return bench->batch;
+}
+
+void bench_body(struct bench *bench, uint32_t index) {
+    struct ss_piece *piece = &bench->batch->pieces[index];
+    const struct fixture *fixture = piece->group == 0 ? bench->fixture : bench->other;
+    uint8_t *body = malloc(piece->body_length);
+    CHECK(body != NULL && index < BODIES_MAX);
+    memcpy(body, fixture->records[piece->chunk] + piece->record_offset, piece->body_length);
+    piece->origin = SS_ORIGIN_MEMORY;
+    piece->memory = bench->bodies[index] = body;
+}
+
+void bench_free_bodies(struct bench *bench) {
+    for (uint32_t i = 0; i < BODIES_MAX; i++) {
+        free(bench->bodies[i]);
+        bench->bodies[i] = NULL;
+    }
 }
 
 void bench_serve(struct bench *bench) {
     for (uint32_t node = 0; node < bench->node_count; node++) {
         fixture_serve(bench->fixture, bench->servers[node]);
+        if (bench->other != NULL) {
+            fixture_serve(bench->other, bench->servers[node]);
+        }
     }
 }
 

@@ -145,13 +145,14 @@ struct shape default_shape(void);
 
 /* ---- Benches ------------------------------------------------------------------------------------------------- */
 
-enum { NODES_MAX = 3, SOCKETS = 2, SOCKETS_MAX = NODES_MAX * SOCKETS };
+enum { NODES_MAX = 3, SOCKETS = 2, SOCKETS_MAX = NODES_MAX * SOCKETS, BODIES_MAX = 64 };
 
 /* What most tests need: a fixture, its servers (one, or options.nodes_max), a pipeline, connections, and a batch. */
 struct bench {
     int fused;
     struct shape shape;
     struct fixture *fixture;
+    struct fixture *other;            /* of a second group, which the same servers have; or NULL */
     const struct ss_backend *backend; /* NULL: that of the options */
     struct ss_pipeline_options options;
     struct ss_pipeline *pipeline;
@@ -160,7 +161,8 @@ struct bench {
     uint32_t node_count;
     int32_t sockets[SOCKETS_MAX]; /* SOCKETS for each node, and a third of the only one */
     uint32_t socket_count;
-    struct ss_batch *batch; /* NULL, or of bench_begin() */
+    struct ss_batch *batch;      /* NULL, or of bench_begin() */
+    uint8_t *bodies[BODIES_MAX]; /* of bench_body() */
 };
 
 /*
@@ -194,6 +196,13 @@ void bench_close(struct bench *bench);
 
 /* bench_begin() replaces the batch by a new one, over memory that is filled with 0xAA. */
 struct ss_batch *bench_begin(struct bench *bench);
+
+/*
+ * bench_body() gives a piece of the batch its stored body in memory of this process, each of its own and not a byte
+ * longer: what reads past one is seen. bench_begin() frees the bodies.
+ */
+void bench_body(struct bench *bench, uint32_t piece);
+void bench_free_bodies(struct bench *bench);
 
 /* bench_serve() has every server answer well again. */
 void bench_serve(struct bench *bench);

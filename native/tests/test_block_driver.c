@@ -95,7 +95,7 @@ static void check_error(const int64_t *list, size_t count, enum ss_block_kind ki
 
 static void test_each_error_is_reported_as_it_is(void) {
     static const int errors[] = {EIO, ENOSPC, ENODEV, ENXIO, EROFS, EINVAL, ETIMEDOUT};
-    for (size_t index = 0; index < sizeof errors / sizeof *errors; index++) {
+    for (size_t index = 0; index < COUNT_OF(errors); index++) {
         CHECK_ERROR(SS_BLOCK_WRITE, errors[index], -errors[index]);
         CHECK_ERROR(SS_BLOCK_FLUSH, errors[index], -errors[index]);
     }

@@ -349,7 +349,7 @@ int main(void) {
         {test_what_is_to_be_checked_ends_with_its_check, 8},
         {test_times_are_counted, 4},
     };
-    for (size_t index = 0; index < sizeof tests / sizeof *tests; index++) {
+    for (size_t index = 0; index < COUNT_OF(tests); index++) {
         start(tests[index].depth);
         tests[index].test();
         ss_schedule_free(&schedule);

@@ -136,10 +136,7 @@ static void check_arguments(void) {
     CHECK(ss_compress_bound((enum ss_codec)77, 10) == 0, "unknown");
     CHECK(ss_compress((enum ss_codec)77, buffer, 1, 0, buffer, 64, &written) == SS_NOT_SUPPORTED, "unknown");
     CHECK(ss_decompress((enum ss_codec)77, buffer, 1, buffer, 64) == SS_NOT_SUPPORTED, "unknown");
-    for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation(codec) == NULL) {
-            continue;
-        }
+    FOR_EACH_CODEC (codec) {
         CHECK(ss_compress(codec, NULL, 1, 0, buffer, 64, &written) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
         CHECK(ss_compress(codec, buffer, 1, 0, buffer, 64, NULL) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
         CHECK(ss_decompress(codec, buffer, SIZE_MAX, buffer, 1) == SS_BAD_ARGUMENT, "codec %d", (int)codec);
@@ -199,10 +196,7 @@ static void *thread_run(void *argument) {
         for (size_t index = 0; index < size; index++) {
             data[index] = (uint8_t)((index * index * (size_t)(trial + 3) >> 9) % (*(size_t *)argument + 2));
         }
-        for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-            if (ss_codec_implementation(codec) == NULL) {
-                continue;
-            }
+        FOR_EACH_CODEC (codec) {
             CHECK(ss_compress(codec, data, size, 0, encoded, 2 * size, &written) == SS_OK, "codec %d", (int)codec);
             CHECK(ss_decompress(codec, encoded, written, back, size) == SS_OK && memcmp(data, back, size) == 0,
                   "codec %d", (int)codec);
@@ -236,17 +230,14 @@ int main(void) {
     decoded = guarded_make(2 * SIZE_MAX_TESTED);
     stream = guarded_make(2 * SIZE_MAX_TESTED);
     check_arguments();
-    for (enum ss_codec codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation(codec) == NULL) {
-            continue;
-        }
+    FOR_EACH_CODEC (codec) {
         for (size_t size = 0; size <= 400; size += step) {
             check_round_trip(codec, size, (int)(size % 5), (int)(size / 5 % 2));
         }
         for (int trial = 0; trial < 60; trial += (int)step) {
             check_round_trip(codec, random_below(60000), trial % 5, trial % 2);
         }
-        for (size_t index = 0; index < sizeof(sizes) / sizeof(sizes[0]); index++) {
+        for (size_t index = 0; index < COUNT_OF(sizes); index++) {
             for (int kind = (int)(index % step % 5); kind < 5; kind += (int)step) {
                 check_round_trip(codec, sizes[index], kind, (int)(index % 2));
             }

@@ -399,7 +399,7 @@ static void test_random(struct ss_cold_table *table) {
 static void test_absent_numbers(struct ss_cold_table *table) {
     static const uint32_t numbers[] = {0, 1, 17, UINT32_MAX};
     struct ss_cold_row row;
-    for (size_t at = 0; at < sizeof numbers / sizeof *numbers; at++) {
+    for (size_t at = 0; at < COUNT_OF(numbers); at++) {
         ss_cold_remove(table, numbers[at]);
         ss_cold_use(table, numbers[at], 1);
         CHECK(ss_cold_row(table, numbers[at], &row) == SS_NOT_FOUND, "number %u", numbers[at]);
@@ -486,7 +486,7 @@ int main(void) {
     test_footers();
     test_index_objects();
     make_models();
-    for (size_t at = 0; at < sizeof tests / sizeof *tests; at++) {
+    for (size_t at = 0; at < COUNT_OF(tests); at++) {
         struct ss_cold_table *table;
         CHECK(ss_cold_open(random64(), &table) == SS_OK, "open");
         tests[at](table);

@@ -14,7 +14,7 @@ int main(void) {
     }
     CHECK(ss_isa_active() == best_first[best], "%d is active, not %d", (int)ss_isa_active(), (int)best_first[best]);
     CHECK(ss_crc32(0, "123456789", 9) == 0xCBF43926, "the check value of CRC-32/ISO-HDLC");
-    for (size_t index = 0; index < sizeof(best_first) / sizeof(best_first[0]); index++) {
+    for (size_t index = 0; index < COUNT_OF(best_first); index++) {
         const enum ss_isa before = ss_isa_active(), isa = best_first[index];
         const enum ss_result result = ss_isa_force(isa);
         CHECK(result == (ss_isa_available(isa) ? SS_OK : SS_NOT_SUPPORTED), "%d: %d", (int)isa, (int)result);

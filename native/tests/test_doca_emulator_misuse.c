@@ -181,7 +181,7 @@ static void test_misuse_aborts(void) {
         {elsewhere, threads, buf_read},
         {elsewhere, "this mmap belongs to thread", mmap_destroy},
     };
-    for (size_t i = 0; i < sizeof rules / sizeof rules[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(rules); i++) {
         act = rules[i].act;
         expect_abort(rules[i].misuse, rules[i].rule);
     }

@@ -57,7 +57,7 @@ static void test_each_profile_has_its_capabilities(void) {
     } profiles[] = {{"bf3", DOCA_SUCCESS, DOCA_SUCCESS, 2097152},
                     {"bf2", DOCA_SUCCESS, DOCA_ERROR_NOT_SUPPORTED, 134217728},
                     {"none", DOCA_ERROR_NOT_SUPPORTED, DOCA_ERROR_NOT_SUPPORTED, 0}};
-    for (size_t i = 0; i < sizeof profiles / sizeof profiles[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(profiles); i++) {
         doca_error_t deflate = profiles[i].deflate, lz4 = profiles[i].lz4;
         struct doca_compress *compress;
         struct doca_dma *dma;
@@ -128,7 +128,7 @@ static void test_a_setting_that_is_none_aborts(void) {
         {"FAULT", "dma:1-"},     {"OUT_OF_ORDER", "yes"},        {"DMABUF_EXPORT", "refused"},
         {"DEFLATE_GBPS", "nan"}, {"DECOMPRESS_ERROR", "ignore"}, {"MAX_BUF_BYTES", "1073741825"},
     };
-    for (size_t i = 0; i < sizeof malformed / sizeof malformed[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(malformed); i++) {
         settings(malformed[i][0], malformed[i][1], NULL);
         expect_abort(list_devices, "is malformed; it takes ");
     }

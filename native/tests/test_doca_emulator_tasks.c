@@ -17,7 +17,7 @@ enum { TARGET_AT = 4 << 20 };
 static void test_data_is_copied(void) {
     static const size_t sizes[] = {1, 100, 65536, 2097152};
     random_fill(bench.memory, 2097152);
-    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(sizes); i++) {
         struct doca_buf *target = space_at(TARGET_AT, sizes[i] + 1);
         CHECK(copy_once(data_at(0, sizes[i]), target).status == DOCA_SUCCESS, "%zu bytes", sizes[i]);
         CHECK(data_length(target) == sizes[i], "%zu of %zu bytes", data_length(target), sizes[i]);
@@ -152,7 +152,7 @@ static void test_streams_are_inflated_with_their_checksums(void) {
     static const size_t sizes[] = {0, 1, 40, 70000, 2097152};
     uint8_t *plain = malloc(2097152);
     size_t produced;
-    for (size_t i = 0; i < 2 * sizeof sizes / sizeof sizes[0]; i++) {
+    for (size_t i = 0; i < 2 * COUNT_OF(sizes); i++) {
         size_t size = sizes[i / 2] - (i % 2 && sizes[i / 2] == 2097152 ? 4096 : 0); /* noise grows when it is stored */
         if (i % 2 == 0) {
             text_fill(plain, size);
@@ -205,7 +205,7 @@ static void test_the_tasks_that_are_named_fail(void) {
         uint32_t failing; /* a bit for each task */
     } faults[] = {
         {"decompress:3", 1u << 2}, {"decompress:3+", 0x7C}, {"decompress:3*", 1u << 2 | 1u << 5}, {"dma:1+", 0}};
-    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(faults); i++) {
         settings("FAULT", faults[i].fault, "DECOMPRESS_ERROR", "continue", NULL);
         bench_open();
         size_t produced, stream = deflate_raw("hello", 5, bench.memory, 64);

@@ -5,7 +5,6 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -87,58 +86,6 @@ static void test_arguments(void) {
     ss_guard_close(NULL);
 }
 
-static struct sigaction found;
-static _Atomic uint32_t *told; /* how often the other handler was; and whether guards were lost without it */
-
-/* As Python's faulthandler: tells, puts back what it found, and has that do the rest. */
-static void tell(int number) {
-    atomic_fetch_add(&told[0], 1);
-    (void)sigaction(number, &found, NULL);
-    (void)raise(number);
-}
-
-static uint8_t *map_shrunk(struct ss_guard **guard) {
-    int file = memfd_create("guarded", MFD_CLOEXEC);
-    CHECK(file >= 0 && ftruncate(file, SIZE) == 0);
-    uint8_t *bytes = mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-    CHECK(bytes != MAP_FAILED);
-    if (guard != NULL) {
-        CHECK_EQUAL(ss_guard_open(bytes, SIZE, guard), SS_OK);
-    }
-    CHECK(ftruncate(file, 0) == 0);
-    close(file);
-    return bytes;
-}
-
-static void run_beside_another_handler(void) {
-    struct sigaction other = {.sa_handler = tell, .sa_flags = SA_NODEFER};
-    struct ss_guard *guards[2];
-    const volatile uint8_t *bytes = map_shrunk(&guards[0]);
-    CHECK(sigaction(SIGBUS, &other, &found) == 0);
-    (void)bytes[map_shrunk(&guards[1])[0]];
-    CHECK(ss_guard_lost(guards[0]) && ss_guard_lost(guards[1]) && atomic_load(&told[0]) == 0);
-    atomic_store(&told[1], 1);
-    (void)*(volatile uint8_t *)map_shrunk(
-        NULL); /* not guarded: the other handler gets the signal, and the process ends */
-    _exit(0);
-}
-
-static void test_another_handler(void) {
-    int status = 0;
-    told = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(told != MAP_FAILED);
-    pid_t child = fork();
-    CHECK(child >= 0);
-    if (child == 0) {
-        (void)signal(SIGBUS, SIG_DFL); /* not a sanitizer's, which says what it makes of it */
-        run_beside_another_handler();
-    }
-    CHECK(waitpid(child, &status, 0) == child);
-    CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGBUS);
-    CHECK_EQUAL(atomic_load(&told[1]), 1);
-    CHECK_EQUAL(atomic_load(&told[0]), 1);
-}
-
 #ifdef __x86_64__
 /*
  * One region of memory, in order: a page that is guarded at times, memory that is not guarded, a page of a file that is
@@ -214,7 +161,6 @@ static void test_a_guard_that_is_reopened_while_the_handler_reads_it_costs_no_ot
 
 int main(void) {
     test_arguments();
-    test_another_handler();
 #ifdef __x86_64__
     test_a_guard_that_is_reopened_while_the_handler_reads_it_costs_no_other_memory();
 #endif

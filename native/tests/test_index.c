@@ -675,7 +675,7 @@ int main(void) {
         {test_superseded, 600, SS_INDEX_LRU},
         {test_replay_and_dump, 2000, SS_INDEX_S3FIFO},
     };
-    for (size_t at = 0; at < sizeof tests / sizeof *tests; at++) {
+    for (size_t at = 0; at < COUNT_OF(tests); at++) {
         struct ss_index *index = open_index(tests[at].objects_max, tests[at].policy);
         tests[at].test(index);
         ss_index_close(index);

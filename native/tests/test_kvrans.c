@@ -54,12 +54,9 @@ static size_t check_all(size_t size, size_t columns, enum kind kind, int at_end)
     size_t first_written = 0;
 
     fill(data, size, columns, kind);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         uint8_t *encoded = guarded_place(&stream, bound, at_end);
         size_t written = SIZE_MAX;
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
         CHECK(ss_compress(SS_CODEC_KVRANS, data, size, columns, encoded, bound, &written) == SS_OK && written <= bound,
               "isa %d, %zu bytes in rows of %zu, kind %d", (int)isa, size, columns, (int)kind);
         if (isa == SS_ISA_SCALAR) {
@@ -69,12 +66,9 @@ static size_t check_all(size_t size, size_t columns, enum kind kind, int at_end)
         CHECK(written == first_written && memcmp(reference, encoded, written) == 0,
               "isa %d writes another stream: %zu bytes in rows of %zu, kind %d", (int)isa, size, columns, (int)kind);
     }
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         uint8_t *encoded = guarded_place(&stream, first_written, at_end);
         uint8_t *target = guarded_place(&decoded, size, at_end);
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
         memcpy(encoded, reference, first_written);
         memset(target, 0xA5, size);
         CHECK(ss_decompress(SS_CODEC_KVRANS, encoded, first_written, target, size) == SS_OK &&
@@ -89,7 +83,7 @@ static void check_shapes(void) {
     const size_t every = test_is_brief() ? 35 : 7;
 
     for (size_t rows = 1; rows <= 300; rows++) {
-        for (size_t index = 0; index < sizeof(columns) / sizeof(columns[0]); index++) {
+        for (size_t index = 0; index < COUNT_OF(columns); index++) {
             enum kind kind = (enum kind)((rows + index) % KINDS);
             size_t tail = rows % 3 == 0 ? columns[index] / 2 : 0;
             if (rows % every == index) {
@@ -134,13 +128,10 @@ static void check_damaged(size_t size, const uint8_t *encoded, size_t encoded_si
     static uint8_t made[CELLS_MAX];
     enum ss_result expected = SS_NOT_SUPPORTED;
 
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
+    FOR_EACH_ISA (isa) {
         uint8_t *source = guarded_place(&stream, encoded_size, (int)(where % 2));
         uint8_t *target = guarded_place(&decoded, size, (int)(where % 2));
         enum ss_result result;
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
         memcpy(source, encoded, encoded_size);
         result = ss_decompress(SS_CODEC_KVRANS, source, encoded_size, target, size);
         CHECK(result == SS_OK || result == SS_BAD_DATA, "isa %d: result %d", (int)isa, (int)result);

@@ -257,10 +257,7 @@ int main(void) {
     planes_guarded = guarded_make(CELLS);
     target_guarded = guarded_make(CELLS);
     states_guarded = guarded_make(2 * SS_KVRANS_LANES_MAX);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
-        if (!ss_isa_available(isa)) {
-            continue;
-        }
+    FOR_EACH_ISA (isa) {
         test_kernels(ss_kvrans_kernels_find(isa));
         printf("%s: %s\n", isa_names[isa], ss_kvrans_kernels_find(isa)->name);
     }

@@ -168,7 +168,7 @@ int main(void) {
     static const uint32_t lengths[] = {0, 1, 2047, 2048, 65536, 65537, 1000000, 448 * 65536 + 1};
 
     test_sizes();
-    for (size_t index = 0; index < sizeof lengths / sizeof *lengths; index++) {
+    for (size_t index = 0; index < COUNT_OF(lengths); index++) {
         test_what_was_sealed_is_sound(lengths[index], (uint32_t)index * 13);
     }
     test_each_byte_of_the_header_counts();

@@ -196,16 +196,10 @@ static void test_the_counters_count(void) {
 int main(void) {
     count_from_here_on();
     test_the_counters_count();
-    uint32_t tried = 0;
-    for (uint32_t codec = SS_CODEC_NONE; ss_codec_implementation((enum ss_codec)codec) != NULL || codec < 8; codec++) {
-        if (ss_codec_implementation((enum ss_codec)codec) == NULL) {
-            continue;
-        }
+    FOR_EACH_CODEC (codec) {
         struct shape shape = default_shape();
-        shape.codec = (enum ss_codec)codec;
+        shape.codec = codec;
         test_a_batch_allocates_nothing(&shape);
-        tried++;
     }
-    CHECK(tried >= 2);
     return 0;
 }

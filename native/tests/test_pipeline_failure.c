@@ -66,7 +66,7 @@ PIPELINE_TEST(test_server_faults, AS_BEFORE, AS_BEFORE) {
         {FAULT_GARBAGE, SS_PROTOCOL, 0},   {FAULT_NO_TAIL, SS_PROTOCOL, 0}, {FAULT_DISCONNECT, SS_DISCONNECTED, 0},
         {FAULT_RESET, SS_DISCONNECTED, 0},
     };
-    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(faults); i++) {
         for (uint32_t chunk = 0; chunk < 5; chunk += BAD_CHUNK) { /* the first, one in the middle, the last */
             if (test_is_brief() && chunk != i % 3 * BAD_CHUNK) {
                 continue;
@@ -136,7 +136,7 @@ static void check_flipped_bits(struct bench *bench) {
     const struct ss_piece *chunk = &bench->fixture->chunks[BAD_CHUNK];
     const struct ss_slice *last = &bench->fixture->slices[chunk->slice_first + chunk->slice_count - 1];
     uint64_t offsets[] = {0, last->offset, last->offset + last->scales_length, chunk->body_length - 1};
-    for (size_t i = 0; i < sizeof offsets / sizeof offsets[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(offsets); i++) {
         bench_begin(bench);
         flip(bench, BAD_CHUNK, offsets[i]);
         enum ss_result result = flipped_result(bench_fetch(bench), bench->shape.quantizer);
@@ -368,10 +368,10 @@ PIPELINE_TEST(test_batches_that_do_not_fit, AS_BEFORE, AS_BEFORE) {
     static void (*const both[])(struct ss_batch *) = {MUTATIONS(MUTATION_ENTRY) no_groups, groups_none, groups_too_many,
                                                       memory_is_null, no_chunks};
     static void (*const separate[])(struct ss_batch *) = {SEPARATE_MUTATIONS(MUTATION_ENTRY)};
-    for (size_t i = 0; i < sizeof both / sizeof both[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(both); i++) {
         check_refused(bench, both[i]);
     }
-    for (size_t i = 0; i < sizeof separate / sizeof separate[0] && !bench->fused; i++) {
+    for (size_t i = 0; i < COUNT_OF(separate) && !bench->fused; i++) {
         check_refused(bench, separate[i]);
     }
     bench->batch->sockets_in_sync = 1;

@@ -156,7 +156,7 @@ static void check_ends_at(const struct bench *bench, uint32_t first, enum ss_res
 
 LAYERS_TEST(test_a_batch_comes_in_one_answer_however_it_is_cut) {
     static const size_t steps[] = {SIZE_MAX, 7, 1000, 1};
-    for (size_t i = 0; i < sizeof steps / sizeof steps[0] - (test_is_brief() ? 1 : 0); i++) {
+    for (size_t i = 0; i < COUNT_OF(steps) - (test_is_brief() ? 1 : 0); i++) {
         uint32_t progress = 0;
         batch_begin(bench);
         bench->batch->progress = &progress;
@@ -205,7 +205,7 @@ LAYERS_TEST(test_a_chunk_that_is_gone_costs_nothing_before_it) {
 /* Lengths are not those that were planned for: longer than any buffer for what is dropped, or so in one layer alone. */
 LAYERS_TEST(test_a_record_that_was_replaced_is_not_taken) {
     static const uint32_t lengths[] = {1, 3000, 100 << 10};
-    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(lengths); i++) {
         for (int late = 0; late < 2; late++) {
             batch_begin(bench);
             add_head(bench, &layers, late ? 0 : 1U << 2,
@@ -224,7 +224,7 @@ LAYERS_TEST(test_a_record_that_was_replaced_is_not_taken) {
 LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
     const char *heads[] = {"*4\r\n*5\r\n", "*5\r\n*4\r\n",       "*5\r\n:5\r\n",       "$5\r\n", "+OK\r\n",
                            "_\r\n",        "*5\r\n*5\r\n$3\r\n", "*5\r\n*5\r\n+1\r\n", ":5\r\n", "HTTP/1.1 400\r\n"};
-    for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(heads); i++) {
         batch_begin(bench);
         answer.size = 0;
         add(heads[i], strlen(heads[i]));
@@ -233,7 +233,7 @@ LAYERS_TEST(test_answers_that_are_none_break_the_connection) {
         CHECK_EQUAL(bench->batch->sockets_in_sync, 0);
     }
     static const char *bad_layers[] = {"$3\r\n", "$100000000\r\n", "_\r\n", ":7\r\n", "*1\r\n"};
-    for (size_t i = 0; i < sizeof bad_layers / sizeof bad_layers[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(bad_layers); i++) {
         batch_begin(bench);
         add_head(bench, &layers, 0, 0);
         add_layer(bench, &layers, 0, 0, 0);

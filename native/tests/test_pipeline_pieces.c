@@ -10,115 +10,62 @@
 
 #include "pipeline_support.h"
 
-enum { GROUPS = 2, CHUNKS = 5, CONNECTIONS = 3, ROOM = 1 << 16 };
+enum { GROUPS = 2, CHUNKS = 5, CONNECTIONS = SOCKETS + 1, ROOM = 1 << 16 };
 
 /* The groups differ in all that a group says; and in their layers. */
 static const uint32_t layers_of[GROUPS] = {4, 2};
 enum { LAYER_SLICES = 2, LAYERS_MAX = 4, PIECES = CHUNKS * (4 + 2) };
 
-struct two_groups {
-    int fused;
-    struct fixture *fixtures[GROUPS];
-    struct server *server;
-    struct ss_pipeline *pipeline;
-    struct ss_batch *batch;
-    uint8_t *bodies[PIECES]; /* of pieces that lie in memory, each of its own */
-    int32_t sockets[CONNECTIONS];
-};
-
-static struct fixture *group_make(uint32_t group) {
+/* Makes the second group, and room for it, before the bench starts. */
+static void groups_prepare(struct bench *bench) {
     struct shape shape = default_shape();
+    struct ss_pipeline_options *options = &bench->options;
     shape.chunks = CHUNKS;
-    shape.slices = layers_of[group] * LAYER_SLICES;
-    if (group == 1) {
-        shape.quantizer = SS_QUANTIZER_LOSSLESS;
-        shape.dtype = SS_DTYPE_FLOAT32;
-        shape.vectors = 5;
-        shape.vector_length = 192;
-    }
-    struct fixture *fixture = fixture_make(&shape);
+    shape.slices = layers_of[1] * LAYER_SLICES;
+    shape.quantizer = SS_QUANTIZER_LOSSLESS;
+    shape.dtype = SS_DTYPE_FLOAT32;
+    shape.vectors = 5;
+    shape.vector_length = 192;
+    bench->other = fixture_make(&shape);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        fixture->chunks[i].key[0] = (uint8_t)('a' + group);
+        bench->other->chunks[i].key[0] = 'b';
     }
-    return fixture;
+    const struct ss_pipeline_options other = pipeline_options(bench->other, bench->fused);
+    options->decompression_bytes += other.decompression_bytes + ROOM;
+    if (!options->fused) {
+        options->dequantization_bytes += other.dequantization_bytes + ROOM;
+        options->dma_source_bytes += other.dma_source_bytes + ROOM;
+    }
+    options->store_bytes += other.store_bytes;
 }
 
-static void serve_all(const struct two_groups *bench) {
-    for (int i = 0; i < GROUPS; i++) {
-        fixture_serve(bench->fixtures[i], bench->server);
-    }
-}
+#define GROUPS_TEST(name)                                                                                              \
+    PIPELINE_TEST(name, (shape->chunks = CHUNKS, shape->slices = layers_of[0] * LAYER_SLICES), groups_prepare(&bench))
 
-static void groups_connect(struct two_groups *bench) {
-    for (int i = 0; i < CONNECTIONS; i++) {
-        if (bench->sockets[i] >= 0) {
-            close(bench->sockets[i]);
-        }
-        bench->sockets[i] = server_connect(bench->server);
-    }
-}
-
-static struct two_groups groups_start(int fused) {
-    struct two_groups bench = {.fused = fused, .fixtures = {group_make(0), group_make(1)}, .server = server_start()};
-    struct ss_pipeline_options options = pipeline_options(bench.fixtures[0], fused);
-    const struct ss_pipeline_options other = pipeline_options(bench.fixtures[1], fused);
-    options.decompression_bytes += other.decompression_bytes + ROOM;
-    if (!options.fused) {
-        options.dequantization_bytes += other.dequantization_bytes + ROOM;
-        options.dma_source_bytes += other.dma_source_bytes + ROOM;
-    }
-    options.store_bytes += other.store_bytes;
-    CHECK_EQUAL(ss_pipeline_create(&options, &bench.pipeline), SS_OK);
-    memset(bench.sockets, -1, sizeof bench.sockets);
-    serve_all(&bench);
-    groups_connect(&bench);
-    return bench;
-}
-
-static void batch_end(struct two_groups *bench) {
-    for (uint32_t i = 0; i < PIECES; i++) {
-        free(bench->bodies[i]);
-        bench->bodies[i] = NULL;
-    }
-    if (bench->batch != NULL) {
-        batch_free(bench->batch);
-        bench->batch = NULL;
-    }
-}
-
-static void groups_stop(struct two_groups *bench) {
-    batch_end(bench);
-    ss_pipeline_destroy(bench->pipeline);
-    for (int i = 0; i < CONNECTIONS; i++) {
-        close(bench->sockets[i]);
-    }
-    server_stop(bench->server);
-    for (int i = 0; i < GROUPS; i++) {
-        fixture_free(bench->fixtures[i]);
-    }
+static const struct fixture *fixture_of(const struct bench *bench, uint32_t group) {
+    return group == 0 ? bench->fixture : bench->other;
 }
 
 /* The second group's slices and regions are behind the first one's. */
-static struct ss_piece piece_of(const struct two_groups *bench, uint32_t group, uint32_t chunk, uint32_t layer,
+static struct ss_piece piece_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer,
                                 uint32_t layers) {
     uint32_t before = group == 0 ? 0 : CHUNKS * layers_of[0] * LAYER_SLICES;
     struct ss_piece piece =
-        fixture_piece(bench->fixtures[group], bench->batch->slices + before, chunk, layer, layers, LAYER_SLICES);
+        fixture_piece(fixture_of(bench, group), bench->batch->slices + before, chunk, layer, layers, LAYER_SLICES);
     piece.group = group;
     piece.slice_first += before;
     if (group == 1) {
         piece.layer = UINT32_MAX; /* progress is of one group */
-        piece.decompression_offset += bench->fixtures[0]->decompression_bytes;
-        piece.dequantization_offset += bench->fixtures[0]->dequantization_bytes;
+        piece.decompression_offset += bench->fixture->decompression_bytes;
+        piece.dequantization_offset += bench->fixture->dequantization_bytes;
     }
     return piece;
 }
 
 /* A batch of all layers of all chunks of both groups, a layer in each piece, layer by layer. */
-static struct ss_batch *batch_begin(struct two_groups *bench) {
-    batch_end(bench);
-    struct ss_batch *batch = fixture_round(bench->fixtures[0]);
-    struct ss_batch *other = fixture_round(bench->fixtures[1]);
+static struct ss_batch *batch_begin(struct bench *bench) {
+    struct ss_batch *batch = bench_begin(bench);
+    struct ss_batch *other = fixture_round(bench->other);
     struct ss_group *groups = realloc(batch->groups, GROUPS * sizeof *groups);
     CHECK(groups != NULL);
     groups[1] = other->groups[0];
@@ -133,7 +80,6 @@ static struct ss_batch *batch_begin(struct two_groups *bench) {
     batch->pieces = calloc(PIECES, sizeof *batch->pieces);
     batch->slices = calloc(batch->slice_count, sizeof *batch->slices);
     CHECK(batch->pieces != NULL && batch->slices != NULL);
-    bench->batch = batch;
     for (uint32_t layer = 0; layer < LAYERS_MAX; layer++) {
         for (uint32_t group = 0; group < GROUPS; group++) {
             for (uint32_t chunk = 0; chunk < CHUNKS && layer < layers_of[group]; chunk++) {
@@ -155,7 +101,7 @@ static void shuffle(struct ss_batch *batch) {
 }
 
 /* The piece's place in the list. */
-static uint32_t index_of(const struct two_groups *bench, uint32_t group, uint32_t chunk, uint32_t layer) {
+static uint32_t index_of(const struct bench *bench, uint32_t group, uint32_t chunk, uint32_t layer) {
     uint32_t first = (chunk * layers_of[group] + layer) * LAYER_SLICES;
     first += group == 0 ? 0 : CHUNKS * layers_of[0] * LAYER_SLICES;
     uint32_t index = 0;
@@ -166,16 +112,10 @@ static uint32_t index_of(const struct two_groups *bench, uint32_t group, uint32_
 }
 
 /* Gives every other piece, as the bits say, its body in memory. */
-static void bodies_give(struct two_groups *bench, unsigned mask) {
+static void bodies_give(struct bench *bench, unsigned mask) {
     for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
-        struct ss_piece *piece = &bench->batch->pieces[i];
         if (mask >> i % 8 & 1) {
-            bench->bodies[i] = malloc(piece->body_length);
-            CHECK(bench->bodies[i] != NULL);
-            memcpy(bench->bodies[i], bench->fixtures[piece->group]->records[piece->chunk] + piece->record_offset,
-                   piece->body_length);
-            piece->origin = SS_ORIGIN_MEMORY;
-            piece->memory = bench->bodies[i];
+            bench_body(bench, i);
         }
     }
 }
@@ -188,11 +128,11 @@ static int has_failed(const struct ss_piece *piece) {
  * Invariants of every finished batch: pieces with SS_OK are in place; skipped pieces are useless, since their group
  * failed at their chunk or before it.
  */
-static void check_set(const struct two_groups *bench) {
+static void check_set(const struct bench *bench) {
     const struct ss_batch *batch = bench->batch;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
-        CHECK(piece->result != SS_OK || fixture_piece_matches(bench->fixtures[piece->group], batch, piece));
+        CHECK(piece->result != SS_OK || fixture_piece_matches(fixture_of(bench, piece->group), batch, piece));
         int useless = 0;
         for (uint32_t j = 0; j < batch->piece_count; j++) {
             const struct ss_piece *other = &batch->pieces[j];
@@ -202,28 +142,19 @@ static void check_set(const struct two_groups *bench) {
     }
 }
 
-static enum ss_result fetch(struct two_groups *bench, uint32_t sockets) {
+static enum ss_result fetch(struct bench *bench, uint32_t sockets) {
     enum ss_result result = pipeline_fetch(bench->pipeline, bench->batch, bench->sockets, sockets);
     check_set(bench);
     return result;
 }
 
-static void check_all(const struct two_groups *bench) {
+static void check_all(const struct bench *bench) {
     for (uint32_t i = 0; i < bench->batch->piece_count; i++) {
         CHECK_EQUAL(bench->batch->pieces[i].result, SS_OK);
     }
-    CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixtures[0]->size + bench->fixtures[1]->size);
+    CHECK_EQUAL(bench->batch->delivered_bytes, bench->fixture->size + bench->other->size);
     CHECK_EQUAL(bench->batch->sockets_in_sync, 1);
 }
-
-#define GROUPS_TEST(name)                                                                                              \
-    static void name##_with(struct two_groups *bench);                                                                 \
-    static void name(int fused) {                                                                                      \
-        struct two_groups bench = groups_start(fused);                                                                 \
-        name##_with(&bench);                                                                                           \
-        groups_stop(&bench);                                                                                           \
-    }                                                                                                                  \
-    static void name##_with(struct two_groups *bench)
 
 /* ---- Order --------------------------------------------------------------------------------------------------- */
 
@@ -254,13 +185,13 @@ GROUPS_TEST(test_pieces_have_as_many_layers_as_they_like) {
 }
 
 struct stalled {
-    struct two_groups *bench;
+    struct bench *bench;
     uint64_t slices; /* that come through all the same */
     uint32_t layers; /* likewise, of the first group */
 };
 
 /* Slices that the last stage has seen. */
-static uint64_t slices_through(const struct two_groups *bench) {
+static uint64_t slices_through(const struct bench *bench) {
     struct ss_stage_statistics statistics[SS_STAGE_COUNT];
     ss_pipeline_statistics(bench->pipeline, statistics);
     return statistics[bench->fused ? SS_STAGE_DEQUANTIZE : SS_STAGE_DMA].items;
@@ -286,7 +217,7 @@ static void *cancel_stalled(void *argument) {
  * While a layer of one chunk does not come, all layers before it are there, and of this one the chunks before it; and
  * what is in memory, which waits for nothing.
  */
-static void check_late_layer(struct two_groups *bench, unsigned mask) {
+static void check_late_layer(struct bench *bench, unsigned mask) {
     batch_begin(bench);
     bodies_give(bench, mask);
     uint32_t late = index_of(bench, 0, 2, 2);
@@ -321,8 +252,8 @@ static void check_late_layer(struct two_groups *bench, unsigned mask) {
 
 GROUPS_TEST(test_layers_come_one_by_one_while_answers_are_late) {
     check_late_layer(bench, 0);
-    serve_all(bench);
-    groups_connect(bench);
+    bench_serve(bench);
+    bench_reconnect(bench);
     check_late_layer(bench, 0x09);
 }
 
@@ -352,7 +283,7 @@ GROUPS_TEST(test_progress_is_told_as_far_as_the_batch_brings_it) {
 /* ---- Failure ------------------------------------------------------------------------------------------------- */
 
 /* Layer 3 of chunk 2 of the first group is bad: chunks 0 and 1 are whole all the same, and so is the other group. */
-static void check_bad_layer(const struct two_groups *bench, enum ss_result expected) {
+static void check_bad_layer(const struct bench *bench, enum ss_result expected) {
     uint32_t bad = index_of(bench, 0, 2, 3);
     CHECK_EQUAL(bench->batch->pieces[bad].result, expected);
     for (uint32_t i = 0; i < PIECES; i++) {
@@ -385,28 +316,8 @@ GROUPS_TEST(test_a_bad_layer_costs_its_chunk_and_those_behind_alone) {
         server_fault_from(bench->server, bad->key, bad->key_length, faults[i % 3].fault, bad->record_offset);
         CHECK_EQUAL(fetch(bench, 1 + i % CONNECTIONS), faults[i % 3].result);
         check_bad_layer(bench, faults[i % 3].result);
-        serve_all(bench);
+        bench_serve(bench);
     }
-}
-
-/* A layer that has moved is no failure: all others are fetched, and this one alone from where it went. */
-GROUPS_TEST(test_a_layer_that_has_moved_is_fetched_alone) {
-    struct ss_batch *batch = batch_begin(bench);
-    uint32_t index = index_of(bench, 0, 0, 3);
-    server_fault_from(bench->server, batch->pieces[index].key, batch->pieces[index].key_length, FAULT_MOVED,
-                      batch->pieces[index].record_offset);
-    CHECK_EQUAL(fetch(bench, CONNECTIONS), SS_REDIRECTED);
-    for (uint32_t i = 0; i < PIECES; i++) {
-        CHECK_EQUAL(batch->pieces[i].result, i == index ? SS_REDIRECTED : SS_OK);
-    }
-    serve_all(bench);
-    struct ss_piece alone = batch->pieces[index];
-    struct ss_piece *all = batch->pieces;
-    batch->pieces = &alone;
-    batch->piece_count = 1;
-    CHECK_EQUAL(fetch(bench, CONNECTIONS), SS_OK);
-    batch->pieces = all;
-    batch->piece_count = PIECES;
 }
 
 /* Outstanding pieces of a lost connection fail at once, also those of lower chunks; other pieces are delivered. */
@@ -431,8 +342,8 @@ GROUPS_TEST(test_a_lost_connection_fails_all_that_it_owes) {
                 CHECK(j < bad ? !has_failed(other) : other->result != SS_OK);
             }
         }
-        serve_all(bench);
-        groups_connect(bench);
+        bench_serve(bench);
+        bench_reconnect(bench);
     }
 }
 
@@ -467,12 +378,12 @@ GROUPS_TEST(test_records_of_two_groups_are_encoded_in_one_go) {
     }
     batch_make_room(batch);
     for (uint32_t group = 0; group < GROUPS; group++) {
-        memcpy(batch->groups[group].memory, bench->fixtures[group]->source, bench->fixtures[group]->size);
+        memcpy(batch->groups[group].memory, fixture_of(bench, group)->source, fixture_of(bench, group)->size);
     }
     CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_OK);
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
-        const struct fixture *fixture = bench->fixtures[piece->group];
+        const struct fixture *fixture = fixture_of(bench, piece->group);
         CHECK_EQUAL(piece->result, SS_OK);
         CHECK_EQUAL(piece->body_length, fixture->chunks[piece->chunk].body_length);
         for (uint32_t j = 0; j < piece->slice_count; j++) {
@@ -489,7 +400,6 @@ int main(void) {
         test_layers_come_one_by_one_while_answers_are_late(fused);
         test_progress_is_told_as_far_as_the_batch_brings_it(fused);
         test_a_bad_layer_costs_its_chunk_and_those_behind_alone(fused);
-        test_a_layer_that_has_moved_is_fetched_alone(fused);
         test_a_lost_connection_fails_all_that_it_owes(fused);
         test_pieces_share_no_slices(fused);
         test_a_piece_stays_within_its_groups_memory(fused);

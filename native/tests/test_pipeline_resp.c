@@ -66,7 +66,7 @@ static void check_head(const struct head_case *expected, const struct ss_resp_he
 }
 
 static void test_heads(void) {
-    for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(heads); i++) {
         const struct head_case *expected = &heads[i];
         size_t size = strlen(expected->text);
         struct ss_resp_head head;

@@ -9,31 +9,15 @@
 
 enum { CHUNKS = 5 };
 
-/* Bodies of chunks, each of its own and not a byte longer: what reads past one is seen. */
-static uint8_t *bodies[CHUNKS];
-
-static void bodies_free(void) {
-    for (uint32_t i = 0; i < CHUNKS; i++) {
-        free(bodies[i]);
-        bodies[i] = NULL;
-    }
-}
-
 /* Begins a batch whose chunks with a bit in 'mask' have their bodies in memory; they are known by no key. */
 static struct ss_batch *bodies_begin(struct bench *bench, unsigned mask) {
     struct ss_batch *batch = bench_begin(bench);
     CHECK_EQUAL(batch->piece_count, CHUNKS);
-    bodies_free();
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        struct ss_piece *chunk = &batch->pieces[i];
         if (mask >> i & 1) {
-            bodies[i] = malloc(chunk->body_length);
-            CHECK(bodies[i] != NULL);
-            memcpy(bodies[i], bench->fixture->records[i] + RECORD_OFFSET, chunk->body_length);
-            chunk->origin = SS_ORIGIN_MEMORY;
-            chunk->memory = bodies[i];
-            chunk->key_length = 0;
-            chunk->node = UINT32_MAX;
+            bench_body(bench, i);
+            batch->pieces[i].key_length = 0;
+            batch->pieces[i].node = UINT32_MAX;
         }
     }
     return batch;
@@ -104,7 +88,7 @@ PIPELINE_TEST(test_the_first_failure_decides_whosever_it_is, AS_BEFORE, AS_BEFOR
             const struct ss_batch *batch = bodies_begin(bench, in_memory ? others | 1U << failing : others);
             enum ss_result expected = SS_NOT_FOUND;
             if (in_memory) {
-                bodies[failing][bench->fixture->slices[0].encoded_length / 2] ^= 4;
+                bench->bodies[failing][bench->fixture->slices[0].encoded_length / 2] ^= 4;
                 expected = SS_CHECKSUM;
             }
             CHECK_EQUAL(bench_fetch_over(bench, 1), expected);
@@ -127,14 +111,14 @@ PIPELINE_TEST(test_an_end_before_all_is_there_leaves_the_memory_alone, AS_BEFORE
             bench_cancel_stalled(bench, &thread);
         }
         CHECK_EQUAL(bench_fetch_over(bench, 1), late ? SS_DEADLINE : SS_CANCELLED);
-        bodies_free();
+        bench_free_bodies(bench);
         CHECK(late || pthread_join(thread, NULL) == 0);
         bench_reconnect(bench);
     }
 }
 
 struct supplying {
-    struct ss_batch *batch;
+    struct bench *bench;
     uint32_t missing; /* CHUNKS: none */
 };
 
@@ -142,8 +126,9 @@ struct supplying {
 static void *supply_backwards(void *argument) {
     struct supplying *supplying = argument;
     for (uint32_t i = CHUNKS; i-- > 0;) {
-        if (bodies[i] != NULL) {
-            ss_batch_supply(supplying->batch, i, i == supplying->missing ? NULL : bodies[i]);
+        uint8_t *body = supplying->bench->bodies[i];
+        if (body != NULL) {
+            ss_batch_supply(supplying->bench->batch, i, i == supplying->missing ? NULL : body);
         }
     }
     return NULL;
@@ -152,8 +137,9 @@ static void *supply_backwards(void *argument) {
 /* Alone and beside a server's, all of them or not that which is missing, before the batch runs and while it does. */
 PIPELINE_TEST(test_what_is_awaited_comes_in_any_order, AS_BEFORE, AS_BEFORE) {
     for (uint32_t i = 0; i < 24; i++) {
-        struct supplying supplying = {bodies_promise(bench, i % 2 ? 0x1f : 0x16), i % 3 == 0 ? 2 : CHUNKS};
+        struct supplying supplying = {bench, i % 3 == 0 ? 2 : CHUNKS};
         pthread_t thread;
+        bodies_promise(bench, i % 2 ? 0x1f : 0x16);
         CHECK_EQUAL(pthread_create(&thread, NULL, supply_backwards, &supplying), 0);
         CHECK(i % 4 || pthread_join(thread, NULL) == 0);
         CHECK_EQUAL(bench_fetch(bench), supplying.missing == CHUNKS ? SS_OK : SS_NOT_FOUND);
@@ -189,15 +175,15 @@ PIPELINE_TEST(test_what_a_server_sends_is_left_in_memory, AS_BEFORE, AS_BEFORE) 
         memcpy(batch->pieces[i].key, known->key, sizeof known->key);
         batch->pieces[i].key_length = known->key_length;
         batch->pieces[i].node = 0;
-        if (bodies[i] != NULL) {
-            memset(bodies[i], 0, known->body_length);
+        if (bench->bodies[i] != NULL) {
+            memset(bench->bodies[i], 0, known->body_length);
         }
     }
     CHECK_EQUAL(bench_fetch(bench), SS_OK);
     check_delivered(bench);
     for (uint32_t i = 0; i < CHUNKS; i++) {
-        CHECK(bodies[i] == NULL ||
-              memcmp(bodies[i], bench->fixture->records[i] + RECORD_OFFSET, batch->pieces[i].body_length) == 0);
+        CHECK(bench->bodies[i] == NULL ||
+              memcmp(bench->bodies[i], bench->fixture->records[i] + RECORD_OFFSET, batch->pieces[i].body_length) == 0);
     }
 }
 
@@ -260,6 +246,5 @@ int main(void) {
         test_a_batch_that_is_held_back_goes_on_without_its_rate(fused);
         test_a_batch_that_is_held_back_ends_with_its_deadline(fused);
     }
-    bodies_free();
     return 0;
 }

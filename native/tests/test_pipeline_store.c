@@ -108,7 +108,7 @@ static void test_round_trips(void) {
                    {SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 1},    {SS_QUANTIZER_BINNED, SS_DTYPE_BFLOAT16, 3},
                    {SS_QUANTIZER_BINNED, SS_DTYPE_FLOAT8_E4M3, 8}, {SS_QUANTIZER_PASSTHROUGH, SS_DTYPE_UINT8, 1}};
     for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_ZSTD; codec++) {
-        for (size_t i = 0; i < sizeof layouts / sizeof layouts[0]; i++) {
+        for (size_t i = 0; i < COUNT_OF(layouts); i++) {
             if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
                 trip = default_shape();
                 trip.codec = (enum ss_codec)codec;
@@ -139,7 +139,7 @@ STORE_TEST(test_put_failures, AS_BEFORE, 1) {
     };
     CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, bench->batch), SS_OK);
     const struct ss_piece *chunk = &bench->batch->pieces[1];
-    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(cases); i++) {
         char error[16] = "not overwritten";
         server_fault(bench->server, chunk->key, chunk->key_length, cases[i].fault);
         uint64_t deadline = cases[i].fault == FAULT_STALL ? after_ms(100) : after_patience();
@@ -192,7 +192,7 @@ STORE_TEST(test_a_value_that_is_not_finite, AS_BEFORE, 2) {
 STORE_TEST(test_encode_honours_deadline_and_cancel_and_arguments, AS_BEFORE, 2) {
     static const uint32_t bad_bins[] = {0, 2, 31, 258};
     struct ss_batch *batch = bench->batch;
-    for (size_t i = 0; i < sizeof bad_bins / sizeof bad_bins[0]; i++) {
+    for (size_t i = 0; i < COUNT_OF(bad_bins); i++) {
         uint32_t bins = batch->slices[7].bins;
         batch->slices[7].bins = bad_bins[i];
         CHECK_EQUAL(ss_pipeline_encode(bench->pipeline, batch), SS_BAD_ARGUMENT);

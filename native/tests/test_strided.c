@@ -100,10 +100,7 @@ static void anything(struct guarded *target, struct guarded *source, uint32_t nu
 
 int main(void) {
     struct guarded target = guarded_make(1 << 20), source = guarded_make(1 << 20);
-    for (enum ss_isa isa = SS_ISA_SCALAR; isa <= SS_ISA_NEON; isa++) {
-        if (ss_isa_force(isa) != SS_OK) {
-            continue;
-        }
+    FOR_EACH_ISA (isa) {
         for (uint32_t number = 0; number < CASES; number++) {
             anything(&target, &source, number);
         }

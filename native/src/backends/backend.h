@@ -35,11 +35,6 @@
 /* Most bytes that are delivered or collected at a time: a slice of symbols with the largest element type. */
 #define SS_DELIVERED_BYTES_MAX (4 * SS_SLICE_BYTES_MAX)
 
-struct ss_backend_setup {
-    const char *device;   /* "": the first suitable one */
-    uint32_t queue_depth; /* most slices in each queue between stages */
-};
-
 struct ss_backend_range {
     uint8_t *data; /* NULL: no such buffer */
     uint64_t size;
@@ -72,14 +67,11 @@ struct ss_work {
 };
 
 struct ss_backend_capabilities {
-    uint32_t codecs;          /* bit 1 << enum ss_codec for each that decompress() takes */
-    uint32_t in_flight_max;   /* works on one channel at a time, at least 1 */
-    uint64_t slice_bytes_max; /* of decompress's target_size; deliver() and collect() split larger works */
-    uint32_t fused;           /* decompress() can write into any memory, so that the executor may fuse the stages */
-    uint32_t checks_decoded;  /* decompress() compares decoded_crc32; slices without scales need no CPU checksum */
-    uint32_t memory_kinds;    /* bit 1 << enum ss_memory_kind for each that memory_open() takes */
-    uint32_t reads_plain;     /* decompress() reads any memory, not only the pipeline's buffers */
-    uint32_t plain_memory;    /* deliver() also reaches memory that is not registered */
+    uint32_t in_flight_max;  /* works on one channel at a time, at least 1 */
+    uint32_t checks_decoded; /* decompress() compares decoded_crc32; slices without scales need no CPU checksum */
+    uint32_t memory_kinds;   /* bit 1 << enum ss_memory_kind for each that memory_open() takes */
+    uint32_t plain_memory;   /* decompress() reads and writes any memory of this process, so that the executor may fuse
+                                the stages; deliver() also reaches memory that is not registered */
 };
 
 struct ss_backend {
@@ -89,8 +81,11 @@ struct ss_backend {
     const char *(*description)(void);
     int (*emulated)(void);
 
-    /* open() claims the device. SS_NOT_SUPPORTED if this machine has no such device. */
-    enum ss_result (*open)(const struct ss_backend_setup *setup, void **device);
+    /*
+     * open() claims the device called 'name' ("": the first suitable one); queues between stages have 'queue_depth'
+     * slices. SS_NOT_SUPPORTED if this machine has no such device.
+     */
+    enum ss_result (*open)(const char *name, uint32_t queue_depth, void **device);
     void (*close)(void *device);
 
     /* device_name() and capabilities() of an opened device. */
@@ -104,6 +99,7 @@ struct ss_backend {
     enum ss_result (*memory_open)(void *device, const struct ss_memory *memory, void **handle, uint8_t **address);
     void (*memory_close)(void *device, void *handle);
 
+    /* decompress() takes every codec of this build, and slices of up to SS_SLICE_BYTES_MAX. */
     enum ss_result (*decompress)(void *channel, struct ss_work *work);
     enum ss_result (*deliver)(void *channel, struct ss_work *work);
 

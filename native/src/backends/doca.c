@@ -503,12 +503,12 @@ static const char *description(void) {
     return description_text;
 }
 
-static enum ss_result device_open(const struct ss_backend_setup *setup, void **device_out) {
+static enum ss_result device_open(const char *name, uint32_t queue_depth, void **device_out) {
     struct device *device = calloc(1, sizeof *device);
     if (device == NULL) {
         return SS_NO_MEMORY;
     }
-    enum ss_result result = ss_doca_open(setup->device, SS_DOCA_WORK, &device->dev);
+    enum ss_result result = ss_doca_open(name, SS_DOCA_WORK, &device->dev);
     if (result != SS_OK) {
         free(device);
         return result;
@@ -516,7 +516,7 @@ static enum ss_result device_open(const struct ss_backend_setup *setup, void **d
     pthread_mutex_init(&device->lock, NULL);
     ss_doca_name(device->dev, device->name, sizeof device->name);
     device->kinds = ss_doca_kinds(device->dev, device->bytes_max);
-    device->in_flight_max = setup->queue_depth < IN_FLIGHT_MAX ? setup->queue_depth : IN_FLIGHT_MAX;
+    device->in_flight_max = queue_depth < IN_FLIGHT_MAX ? queue_depth : IN_FLIGHT_MAX;
     uint8_t imports = 0;
     (void)doca_mmap_cap_is_create_from_export_pci_supported(doca_dev_as_devinfo(device->dev), &imports);
     device->imports = imports;
@@ -538,18 +538,11 @@ static const char *device_name(void *argument) {
 
 static struct ss_backend_capabilities capabilities(void *argument) {
     const struct device *device = argument;
-    struct ss_backend_capabilities capabilities = {
+    return (struct ss_backend_capabilities){
         .in_flight_max = device->in_flight_max,
-        .slice_bytes_max = SS_SLICE_BYTES_MAX,
         .checks_decoded = 1,
         .memory_kinds = 1U << SS_MEMORY_LOCAL | (device->imports ? 1U << SS_MEMORY_EXPORTED : 0),
     };
-    for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
-            capabilities.codecs |= 1U << codec;
-        }
-    }
-    return capabilities;
 }
 
 const struct ss_backend ss_backend_doca = {

@@ -33,8 +33,9 @@ static int software_emulated(void) {
     return 0;
 }
 
-static enum ss_result software_open(const struct ss_backend_setup *setup, void **device) {
-    if (setup->device[0] != '\0') {
+static enum ss_result software_open(const char *name, uint32_t queue_depth, void **device) {
+    (void)queue_depth;
+    if (name[0] != '\0') {
         return SS_NOT_SUPPORTED; /* there is none */
     }
     *device = NULL;
@@ -52,22 +53,11 @@ static const char *software_device_name(void *device) {
 
 static struct ss_backend_capabilities software_capabilities(void *device) {
     (void)device;
-    struct ss_backend_capabilities capabilities = {
-        .codecs = 0,
+    return (struct ss_backend_capabilities){
         .in_flight_max = IN_FLIGHT_MAX,
-        .slice_bytes_max = SS_SLICE_BYTES_MAX,
-        .fused = 1,
-        .checks_decoded = 0,
         .memory_kinds = 1U << SS_MEMORY_LOCAL | (ss_cuda_present() ? 1U << SS_MEMORY_CUDA_IPC : 0),
-        .reads_plain = 1,
         .plain_memory = 1,
     };
-    for (uint32_t codec = SS_CODEC_NONE; codec <= SS_CODEC_KVRANS; codec++) {
-        if (ss_codec_implementation((enum ss_codec)codec) != NULL) {
-            capabilities.codecs |= 1U << codec;
-        }
-    }
-    return capabilities;
 }
 
 static enum ss_result software_channel_open(void *device, const struct ss_backend_channel *setup, void **opened) {

@@ -41,7 +41,6 @@ static const struct ss_codec_functions codec_none = {
     .compress_bound = none_compress_bound,
     .compress = none_compress,
     .decompress = none_decompress,
-    .state_free = NULL,
 };
 
 static const struct ss_codec_functions *const codecs[] = {

@@ -162,7 +162,6 @@ const struct ss_codec_functions ss_codec_deflate = {
     .implementation = IMPLEMENTATION,
     .compress_bound = ss_huffman_deflate_bound,
     .compress = deflate_compress,
-    .decompress = NULL,
     .decompress_many = deflate_decompress_many,
     .state_free = deflate_state_free,
 };

@@ -32,5 +32,4 @@ const struct ss_codec_functions ss_codec_lz4 = {
     .compress_bound = lz4_compress_bound,
     .compress = lz4_compress,
     .decompress = lz4_decompress,
-    .state_free = NULL,
 };

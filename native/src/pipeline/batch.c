@@ -309,7 +309,7 @@ enum ss_result ss_fetch_check(struct ss_pipeline *pipeline, const struct ss_batc
         }
         dma_bytes += region_length(batch, piece, REGION_SYMBOLS) * symbol_bytes(group_of(batch, piece));
     }
-    enum region received = pipeline->capabilities.reads_plain ? REGION_RECEIVED : REGION_STORED;
+    enum region received = pipeline->capabilities.plain_memory ? REGION_RECEIVED : REGION_STORED;
     if (!regions_fit(batch, REGION_SLICES, pipeline->fetch_order, batch->slice_count) ||
         !regions_fit(batch, received, pipeline->fetch_order, pipeline->decompression.size)) {
         return SS_BAD_ARGUMENT;
@@ -343,16 +343,7 @@ enum ss_result ss_encode_check(struct ss_pipeline *pipeline, const struct ss_bat
 
 /* ---- State and results ---------------------------------------------------------------------------------------- */
 
-static int backend_takes(const struct ss_backend_capabilities *capabilities, const struct ss_batch *batch,
-                         const struct ss_piece *piece) {
-    int takes = (capabilities->codecs >> piece->codec & 1) != 0;
-    for (uint32_t i = 0; i < piece->slice_count; i++) {
-        takes &= batch->slices[piece->slice_first + i].decoded_length <= capabilities->slice_bytes_max;
-    }
-    return takes;
-}
-
-/* Sets the initial state of each piece. A piece that the backend does not support fails at once. */
+/* Sets the initial state of each piece. A piece of a codec that was not built in fails at once. */
 static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
     struct ss_fetch *fetch = &pipeline->fetch;
     for (uint32_t i = 0; i < batch->piece_count; i++) {
@@ -365,7 +356,7 @@ static void pieces_begin(struct ss_pipeline *pipeline, struct ss_batch *batch) {
         atomic_store(&state->remaining, piece->slice_count + state->answers);
         atomic_store(&state->result, SS_OK);
         state->symbols_bytes = region_length(batch, piece, REGION_SYMBOLS);
-        if (!backend_takes(&pipeline->capabilities, batch, piece)) {
+        if (ss_codec_implementation(piece->codec) == NULL) {
             ss_piece_fail(state, SS_NOT_SUPPORTED);
         }
     }
@@ -377,7 +368,8 @@ static void pieces_place(struct ss_pipeline *pipeline, const struct ss_batch *ba
     for (uint32_t i = 0; i < batch->piece_count; i++) {
         const struct ss_piece *piece = &batch->pieces[i];
         struct ss_piece_state *state = &pipeline->piece_states[i];
-        if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL && pipeline->capabilities.reads_plain) {
+        if (ss_piece_origin(piece) == SS_ORIGIN_SERVER && piece->memory != NULL &&
+            pipeline->capabilities.plain_memory) {
             state->stored = (uint8_t *)(uintptr_t)piece->memory;
         } else {
             state->stored = pipeline->decompression.data + piece->decompression_offset;

@@ -4,6 +4,7 @@
  */
 #define _GNU_SOURCE 1
 #include <poll.h>
+#include <string.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -69,7 +70,7 @@ uint8_t *ss_feed_place(const struct ss_feed *feed, uint32_t index) {
     struct ss_pipeline *pipeline = pipeline_of(feed);
     const struct ss_piece *piece = &feed->batch->pieces[index];
     struct ss_piece_state *state = &pipeline->piece_states[index];
-    if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.reads_plain) {
+    if (ss_piece_origin(piece) == SS_ORIGIN_MEMORY && pipeline->capabilities.plain_memory) {
         state->stored = (uint8_t *)(uintptr_t)piece->memory; /* nothing writes to it */
     }
     return state->stored;
@@ -148,8 +149,22 @@ void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result res
     ss_fetch_fail(pipeline_of(feed), piece, result, broken);
 }
 
-void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length) {
-    ss_fetch_refused(pipeline_of(feed), piece, text, length);
+static int is_redirection(const char *text, size_t length) {
+    return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
+}
+
+void ss_feed_refused(const struct ss_feed *feed, uint32_t index, const char *text, size_t length) {
+    struct ss_piece *piece = &pipeline_of(feed)->fetch.batch->pieces[index];
+    enum ss_result result = is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED;
+    uint32_t expected = SS_OK;
+    if (atomic_compare_exchange_strong(&pipeline_of(feed)->piece_states[index].result, &expected, (uint32_t)result)) {
+        size_t kept = length < sizeof piece->error - 1 ? length : sizeof piece->error - 1;
+        memcpy(piece->error, text, kept);
+        piece->error[kept] = '\0';
+    }
+    if (result != SS_REDIRECTED) {
+        ss_feed_fail(feed, index, result, 0);
+    }
 }
 
 void ss_feed_os_error(const struct ss_feed *feed, int error) {
@@ -170,9 +185,13 @@ uint64_t ss_feed_trace_begin(const struct ss_feed *feed) {
 }
 
 void ss_feed_trace_end(const struct ss_feed *feed, uint32_t piece, uint64_t begin_ns, uint64_t bytes) {
-    const struct ss_trace_work work = {
-        .piece = piece, .slice = UINT32_MAX, .input_bytes = bytes, .output_bytes = bytes};
-    ss_trace_add(feed->worker, SS_STAGE_NET, begin_ns, ss_now_ns(), &work);
+    ss_trace_add(feed->worker, (struct ss_trace_event){.begin_ns = begin_ns,
+                                                       .end_ns = ss_now_ns(),
+                                                       .input_bytes = bytes,
+                                                       .output_bytes = bytes,
+                                                       .piece = piece,
+                                                       .slice = UINT32_MAX,
+                                                       .stage = SS_STAGE_NET});
 }
 
 /* ---- The thread ---------------------------------------------------------------------------------------------- */

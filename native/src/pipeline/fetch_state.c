@@ -61,24 +61,6 @@ void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result 
     ss_fetch_wake_net(pipeline); /* awaited pieces may no longer be of use */
 }
 
-static int is_redirection(const char *text, size_t length) {
-    return (length > 6 && memcmp(text, "MOVED ", 6) == 0) || (length > 4 && memcmp(text, "ASK ", 4) == 0);
-}
-
-void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length) {
-    struct ss_piece *refused = &pipeline->fetch.batch->pieces[piece];
-    enum ss_result result = is_redirection(text, length) ? SS_REDIRECTED : SS_REFUSED;
-    uint32_t expected = SS_OK;
-    if (atomic_compare_exchange_strong(&pipeline->piece_states[piece].result, &expected, (uint32_t)result)) {
-        size_t kept = length < sizeof refused->error - 1 ? length : sizeof refused->error - 1;
-        memcpy(refused->error, text, kept);
-        refused->error[kept] = '\0';
-    }
-    if (result != SS_REDIRECTED) {
-        ss_fetch_fail(pipeline, piece, result, 0);
-    }
-}
-
 void ss_fetch_abort(struct ss_pipeline *pipeline, enum ss_result result) {
     uint32_t expected = SS_OK;
     atomic_compare_exchange_strong(&pipeline->fetch.abort_result, &expected, (uint32_t)result);

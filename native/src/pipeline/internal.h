@@ -267,12 +267,6 @@ void ss_fetch_wake_net(struct ss_pipeline *pipeline);
  */
 void ss_fetch_fail(struct ss_pipeline *pipeline, uint32_t piece, enum ss_result result, int broken);
 
-/*
- * ss_fetch_refused() records a server's error for 'piece': a redirection to another node does not affect other pieces,
- * any other error is a failure.
- */
-void ss_fetch_refused(struct ss_pipeline *pipeline, uint32_t piece, const char *text, size_t length);
-
 /* ss_piece_fail() records a failure of a piece; only its first one counts. */
 void ss_piece_fail(struct ss_piece_state *state, enum ss_result result);
 
@@ -337,14 +331,6 @@ void *ss_dequantize_thread(void *worker);
 
 /* ---- trace.c ---- */
 
-/* Work of a span. */
-struct ss_trace_work {
-    uint32_t piece;
-    uint32_t slice;
-    uint64_t input_bytes;
-    uint64_t output_bytes;
-};
-
 struct ss_trace_log *ss_trace_log_create(uint32_t capacity);
 
 /* ss_trace_now() returns the time for a span's begin or end; 0 while no recording runs. */
@@ -352,9 +338,11 @@ static inline uint64_t ss_trace_now(const struct ss_pipeline *pipeline) {
     return atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed) == 0 ? 0 : ss_now_ns();
 }
 
-/* ss_trace_add() writes a span into the log of 'worker', on its own thread; nothing if 'begin_ns' is 0. */
-void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_ns, uint64_t end_ns,
-                  const struct ss_trace_work *work);
+/*
+ * ss_trace_add() writes a span into the log of 'worker', on its own thread; nothing if its 'begin_ns' is 0. The call
+ * sets batch, thread and core.
+ */
+void ss_trace_add(struct ss_worker *worker, struct ss_trace_event event);
 
 /* ---- store.c ---- */
 

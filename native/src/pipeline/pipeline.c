@@ -83,38 +83,29 @@ static uint64_t scratch_bytes(const struct ss_pipeline *pipeline) {
 }
 
 static enum ss_result create_device(struct ss_pipeline *pipeline) {
-    const struct ss_backend_setup setup = {
-        .device = pipeline->options.device != NULL ? pipeline->options.device : "",
-        .queue_depth = pipeline->options.queue_depth,
-    };
-    enum ss_result result = pipeline->backend->open(&setup, &pipeline->device);
+    const char *name = pipeline->options.device != NULL ? pipeline->options.device : "";
+    enum ss_result result = pipeline->backend->open(name, pipeline->options.queue_depth, &pipeline->device);
     if (result != SS_OK) {
         return result;
     }
     pipeline->device_open = 1;
     pipeline->capabilities = pipeline->backend->capabilities(pipeline->device);
-    if (pipeline->options.fused && !pipeline->capabilities.fused) {
-        return SS_NOT_SUPPORTED;
-    }
-    return SS_OK;
+    return pipeline->options.fused && !pipeline->capabilities.plain_memory ? SS_NOT_SUPPORTED : SS_OK;
 }
 
 static enum ss_result create_buffers(struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
-    int lock = options->pin_memory != 0;
-    uint64_t *locked = &pipeline->locked_bytes;
-    enum ss_result result = ss_buffer_map(&pipeline->decompression, options->decompression_bytes, lock, locked);
-    if (result == SS_OK && !options->fused) {
-        result = ss_buffer_map(&pipeline->dequantization, options->dequantization_bytes, lock, locked);
-    }
-    if (result == SS_OK && !options->fused) {
-        result = ss_buffer_map(&pipeline->dma_source, options->dma_source_bytes, lock, locked);
-    }
-    if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->store_buffer, options->store_bytes, lock, locked);
-    }
-    if (result == SS_OK) {
-        result = ss_buffer_map(&pipeline->scratch, scratch_bytes(pipeline), lock, locked);
+    const struct {
+        struct ss_buffer *buffer;
+        uint64_t size;
+    } buffers[] = {{&pipeline->decompression, options->decompression_bytes},
+                   {&pipeline->dequantization, options->dequantization_bytes},
+                   {&pipeline->dma_source, options->dma_source_bytes},
+                   {&pipeline->store_buffer, options->store_bytes},
+                   {&pipeline->scratch, scratch_bytes(pipeline)}};
+    enum ss_result result = SS_OK;
+    for (size_t i = 0; i < sizeof buffers / sizeof buffers[0] && result == SS_OK; i++) {
+        result = ss_buffer_map(buffers[i].buffer, buffers[i].size, options->pin_memory != 0, &pipeline->locked_bytes);
     }
     return result;
 }
@@ -152,10 +143,8 @@ static void assign_workers(struct ss_pipeline *pipeline, enum ss_stage stage, co
 
 static enum ss_result create_workers(struct ss_pipeline *pipeline) {
     const struct ss_pipeline_options *options = &pipeline->options;
-    uint32_t dequantize_threads = options->fused ? 0 : options->dequantize_threads;
-    uint32_t dma_threads = options->fused ? 0 : options->dma_threads;
-    size_t count = (size_t)options->net_threads + options->decompress_threads + dequantize_threads + dma_threads +
-                   options->store_threads;
+    size_t count = (size_t)options->net_threads + options->decompress_threads + options->dequantize_threads +
+                   options->dma_threads + options->store_threads;
     pipeline->workers = aligned_alloc(_Alignof(struct ss_worker), count * sizeof *pipeline->workers);
     if (pipeline->workers == NULL) {
         return SS_NO_MEMORY;
@@ -163,8 +152,8 @@ static enum ss_result create_workers(struct ss_pipeline *pipeline) {
     memset(pipeline->workers, 0, count * sizeof *pipeline->workers);
     assign_workers(pipeline, SS_STAGE_NET, options->net_cores, options->net_threads);
     assign_workers(pipeline, SS_STAGE_DECOMPRESS, options->decompress_cores, options->decompress_threads);
-    assign_workers(pipeline, SS_STAGE_DEQUANTIZE, options->dequantize_cores, dequantize_threads);
-    assign_workers(pipeline, SS_STAGE_DMA, options->dma_cores, dma_threads);
+    assign_workers(pipeline, SS_STAGE_DEQUANTIZE, options->dequantize_cores, options->dequantize_threads);
+    assign_workers(pipeline, SS_STAGE_DMA, options->dma_cores, options->dma_threads);
     assign_workers(pipeline, SS_STAGE_COMPRESS, options->store_cores, options->store_threads);
     return SS_OK;
 }
@@ -319,6 +308,10 @@ enum ss_result ss_pipeline_create_with(const struct ss_pipeline_options *options
     memset(pipeline, 0, size);
     pipeline->options = *options;
     pipeline->options.nodes_max = options->nodes_max > 0 ? options->nodes_max : 1;
+    if (options->fused) { /* these stages are not there */
+        pipeline->options.dequantization_bytes = pipeline->options.dma_source_bytes = 0;
+        pipeline->options.dequantize_threads = pipeline->options.dma_threads = 0;
+    }
     pipeline->backend = backend;
     create_locks(pipeline);
     enum ss_result result = create_device(pipeline);

@@ -104,9 +104,13 @@ static void item_delivered(struct ss_pipeline *pipeline, const struct ss_item *i
 /* A slice's span in a stage. */
 static void item_trace(struct ss_worker *worker, enum ss_stage stage, const struct ss_item *item, uint64_t begin_ns,
                        uint64_t end_ns, uint64_t input_bytes, uint64_t output_bytes) {
-    const struct ss_trace_work work = {
-        .piece = item->piece, .slice = item->slice, .input_bytes = input_bytes, .output_bytes = output_bytes};
-    ss_trace_add(worker, stage, begin_ns, end_ns, &work);
+    ss_trace_add(worker, (struct ss_trace_event){.begin_ns = begin_ns,
+                                                 .end_ns = end_ns,
+                                                 .input_bytes = input_bytes,
+                                                 .output_bytes = output_bytes,
+                                                 .piece = item->piece,
+                                                 .slice = item->slice,
+                                                 .stage = stage});
 }
 
 /* Description of a slice's elements at 'target'. */

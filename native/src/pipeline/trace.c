@@ -41,23 +41,15 @@ static void log_append(struct ss_trace_log *log, uint32_t generation, uint32_t c
     atomic_store_explicit(&log->count, count + 1, memory_order_release);
 }
 
-void ss_trace_add(struct ss_worker *worker, enum ss_stage stage, uint64_t begin_ns, uint64_t end_ns,
-                  const struct ss_trace_work *work) {
+void ss_trace_add(struct ss_worker *worker, struct ss_trace_event event) {
     struct ss_pipeline *pipeline = worker->pipeline;
     uint32_t generation = atomic_load_explicit(&pipeline->trace_recording, memory_order_relaxed);
-    if (generation == 0 || begin_ns == 0) {
+    if (generation == 0 || event.begin_ns == 0) {
         return; /* no recording now, or none when the span began */
     }
-    const struct ss_trace_event event = {.begin_ns = begin_ns,
-                                         .end_ns = end_ns,
-                                         .input_bytes = work->input_bytes,
-                                         .output_bytes = work->output_bytes,
-                                         .batch = pipeline->fetch.number,
-                                         .piece = work->piece,
-                                         .slice = work->slice,
-                                         .core = sched_getcpu(),
-                                         .stage = (uint32_t)stage,
-                                         .thread = worker->index};
+    event.batch = pipeline->fetch.number;
+    event.thread = worker->index;
+    event.core = sched_getcpu();
     log_append(worker->trace, generation, pipeline->options.trace_events, &event);
 }
 

@@ -115,7 +115,7 @@ static int bytes_take(const struct ss_feed *feed, struct ss_connection *connecti
     return 1;
 }
 
-enum ss_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection *connection) {
+enum ss_source_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection *connection) {
     uint8_t small[SS_HEAD_BYTES];
     struct iovec parts[2];
     size_t count = 0;
@@ -129,7 +129,7 @@ enum ss_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection
     if (direct < SS_RECEIVE_BYTES_MAX) {
         parts[count++] = (struct iovec){.iov_base = small, .iov_len = sizeof small};
     }
-    enum ss_step step =
+    enum ss_source_step step =
         ss_connection_receive(feed, connection, parts, count, ss_request_oldest(connection)->piece, &received);
     size_t placed = received < direct ? received : direct;
     if (placed > 0) {
@@ -137,7 +137,7 @@ enum ss_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection
     }
     if (!bytes_take(feed, connection, small, received - placed)) {
         ss_connection_fail(feed, connection, SS_PROTOCOL);
-        return SS_STEP_FINISHED;
+        return SS_SOURCE_OVER;
     }
     return step;
 }

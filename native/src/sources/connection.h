@@ -25,8 +25,6 @@ enum { SS_OUTPUT_BYTES = 16 * SS_RESP_REQUEST_MAX };
 
 enum ss_phase { SS_PHASE_HEAD, SS_PHASE_BODY, SS_PHASE_TAIL };
 
-enum ss_step { SS_STEP_AGAIN, SS_STEP_WAIT, SS_STEP_FINISHED };
-
 /* The run of a piece's slices that one connection fetches. 'slice_count' may be 0. */
 struct ss_run {
     uint64_t first_byte; /* of the body */
@@ -91,12 +89,13 @@ void ss_requests_send(struct ss_connection *connection);
 /* The connection is lost: fails its outstanding and future pieces, unless they are useless. */
 void ss_connection_fail(const struct ss_feed *feed, struct ss_connection *connection, enum ss_result result);
 
-/* Receives into the parts, for a piece; '*received_out' is the number of bytes. SS_STEP_AGAIN if it is not 0. */
-enum ss_step ss_connection_receive(const struct ss_feed *feed, struct ss_connection *connection,
-                                   const struct iovec *parts, size_t count, uint32_t piece, size_t *received_out);
+/* Receives into the parts, for a piece; '*received_out' is the number of bytes. SS_SOURCE_AGAIN if it is not 0. */
+enum ss_source_step ss_connection_receive(const struct ss_feed *feed, struct ss_connection *connection,
+                                          const struct iovec *parts, size_t count, uint32_t piece,
+                                          size_t *received_out);
 
 /* One receive: the rest of a body into place, what follows it into a small buffer. */
-enum ss_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection *connection);
+enum ss_source_step ss_answers_receive(const struct ss_feed *feed, struct ss_connection *connection);
 
 static inline struct ss_request_sent *ss_request_oldest(struct ss_connection *connection) {
     return &connection->requests[connection->head];

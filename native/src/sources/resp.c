@@ -134,31 +134,32 @@ static enum ss_result socket_error(const struct ss_feed *feed, int error) {
 
 /* ---- Receives ------------------------------------------------------------------------------------------------ */
 
-enum ss_step ss_connection_receive(const struct ss_feed *feed, struct ss_connection *connection,
-                                   const struct iovec *parts, size_t count, uint32_t piece, size_t *received_out) {
+enum ss_source_step ss_connection_receive(const struct ss_feed *feed, struct ss_connection *connection,
+                                          const struct iovec *parts, size_t count, uint32_t piece,
+                                          size_t *received_out) {
     uint64_t begin = ss_feed_trace_begin(feed);
     ssize_t received = ss_channel_receive(&connection->channel, parts, count);
     *received_out = 0;
     if (received < 0) {
         if (errno == EINTR) {
-            return SS_STEP_AGAIN;
+            return SS_SOURCE_AGAIN;
         }
         if ((errno == EAGAIN || errno == EWOULDBLOCK) && !connection->send_failed) {
-            return SS_STEP_WAIT;
+            return SS_SOURCE_WAIT;
         }
         ss_connection_fail(feed, connection, socket_error(feed, errno == EAGAIN ? EPIPE : errno));
-        return SS_STEP_FINISHED;
+        return SS_SOURCE_OVER;
     }
     if (received == 0) {
         ss_connection_fail(feed, connection, SS_DISCONNECTED);
-        return SS_STEP_FINISHED;
+        return SS_SOURCE_OVER;
     }
     connection->wire_bytes += (uint64_t)received;
     if (begin != 0) {
         ss_feed_trace_end(feed, piece, begin, (uint64_t)received);
     }
     *received_out = (size_t)received;
-    return SS_STEP_AGAIN;
+    return SS_SOURCE_AGAIN;
 }
 
 static void layers_count(struct ss_connection *connection) {
@@ -167,20 +168,20 @@ static void layers_count(struct ss_connection *connection) {
 }
 
 /* The answer to a request for layers has ended, or failed. */
-static enum ss_step layers_end(const struct ss_feed *feed, struct ss_connection *connection,
-                               enum ss_layers_status status) {
+static enum ss_source_step layers_end(const struct ss_feed *feed, struct ss_connection *connection,
+                                      enum ss_layers_status status) {
     if (status == SS_LAYERS_INVALID) {
         ss_connection_fail(feed, connection, SS_PROTOCOL);
-        return SS_STEP_FINISHED;
+        return SS_SOURCE_OVER;
     }
     layers_count(connection);
     connection->reader = NULL;
     connection->next_piece = status == SS_LAYERS_REFUSED ? 0 : feed->batch->piece_count;
-    return SS_STEP_AGAIN;
+    return SS_SOURCE_AGAIN;
 }
 
 /* One receive of this answer: tables and pieces into place, the rest into a buffer, which is large for numbers. */
-static enum ss_step layers_receive(const struct ss_feed *feed, struct ss_connection *connection) {
+static enum ss_source_step layers_receive(const struct ss_feed *feed, struct ss_connection *connection) {
     struct ss_layers_reader *reader = connection->reader;
     uint8_t small[NUMBERS_BYTES];
     struct iovec parts[PARTS_MAX + 1];
@@ -196,8 +197,8 @@ static enum ss_step layers_receive(const struct ss_feed *feed, struct ss_connect
         count++;
     }
     uint32_t piece = ss_layers_position(reader);
-    enum ss_step step = ss_connection_receive(feed, connection, parts, count,
-                                              piece < feed->batch->piece_count ? piece : piece - 1, &received);
+    enum ss_source_step step = ss_connection_receive(feed, connection, parts, count,
+                                                     piece < feed->batch->piece_count ? piece : piece - 1, &received);
     if (received == 0) {
         return step;
     }
@@ -206,7 +207,7 @@ static enum ss_step layers_receive(const struct ss_feed *feed, struct ss_connect
     if (status == SS_LAYERS_MORE) {
         status = ss_layers_take(reader, small, received - placed);
     }
-    return status == SS_LAYERS_MORE ? SS_STEP_AGAIN : layers_end(feed, connection, status);
+    return status == SS_LAYERS_MORE ? SS_SOURCE_AGAIN : layers_end(feed, connection, status);
 }
 
 /* ---- Turns --------------------------------------------------------------------------------------------------- */
@@ -241,12 +242,12 @@ static int connection_is_finished(const struct ss_feed *feed, struct ss_connecti
 }
 
 /* One turn of a connection that is not finished. */
-static enum ss_step connection_step(const struct ss_feed *feed, struct ss_connection *connection) {
+static enum ss_source_step connection_step(const struct ss_feed *feed, struct ss_connection *connection) {
     do {
         ss_requests_send(connection);
     } while (connection->reader == NULL && ss_requests_fill(feed, connection) > 0);
     if (!is_owed(connection)) {
-        return SS_STEP_AGAIN; /* the pieces that were left had no run for this connection */
+        return SS_SOURCE_AGAIN; /* the pieces that were left had no run for this connection */
     }
     return connection->reader != NULL ? layers_receive(feed, connection) : ss_answers_receive(feed, connection);
 }
@@ -273,16 +274,16 @@ static enum ss_source_step resp_step(void *state) {
         if (connection->over) {
             continue;
         }
-        enum ss_step step = SS_STEP_FINISHED;
+        enum ss_source_step step = SS_SOURCE_OVER;
         if (!connection_is_finished(feed, connection)) {
             step = connection_step(feed, connection);
         }
-        if (step == SS_STEP_FINISHED) {
+        if (step == SS_SOURCE_OVER) {
             connection_end(feed, connection);
             continue;
         }
         running++;
-        again |= step == SS_STEP_AGAIN;
+        again |= step == SS_SOURCE_AGAIN;
     }
     return running == 0 ? SS_SOURCE_OVER : again ? SS_SOURCE_AGAIN : SS_SOURCE_WAIT;
 }

@@ -111,7 +111,8 @@ void ss_feed_answered(const struct ss_feed *feed, uint32_t piece);
 /* ss_feed_fail() reports the failure of a piece; 'broken': its connection failed, too. */
 void ss_feed_fail(const struct ss_feed *feed, uint32_t piece, enum ss_result result, int broken);
 
-/* ss_feed_refused() reports a server's error for a piece. */
+/* ss_feed_refused() reports a server's error for a piece: a redirection to another node does not affect other pieces.
+ */
 void ss_feed_refused(const struct ss_feed *feed, uint32_t piece, const char *text, size_t length);
 
 /* ss_feed_os_error() keeps the errno of an SS_OS_ERROR; ss_feed_out_of_sync() says that a socket cannot be used again.
