@@ -146,7 +146,10 @@ def _host_checks(options: Options) -> Iterator[Check]:
     yield partial(data_plane, Plane(address=address, start=start, key=key, config=config, chunks=chunks))
     if own:
         yield plane_configured
-    if own or options.storage:  # the card's storage may be in a network that the host cannot reach
+    # Without its configuration, the data plane alone knows its storage. The card's may be in a network that the host
+    # cannot reach.
+    known = _file_of(DataPlaneConfig, options, optional=True) is not None or plane != DataPlaneConfig()
+    if options.storage or (own and known):
         yield from _reach_storage(options, plane)
 
 
@@ -266,14 +269,8 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
 def _configuration(
     section: type[_S], options: Options, what: str = "configuration", *, optional: bool = False
 ) -> tuple[_S, Check]:
-    """Return a program's configuration (the defaults if there is none), and the check of it.
-
-    The file is the given one, which may lack an ``optional`` section, or that of the installed service.
-    """
-    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
-    file = options.config or (str(installed) if installed.is_file() else None)
-    if optional and options.config is not None and not options.has(section):
-        file = None
+    """Return a program's configuration (the defaults if there is none), and the check of it."""
+    file = _file_of(section, options, optional=optional)
     environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
 
     def sound() -> Iterator[Finding]:
@@ -288,6 +285,14 @@ def _configuration(
     except ConfigurationError as error:
         message = str(error)
         return section.load(environment={}), broken
+
+
+def _file_of(section: type[Section], options: Options, *, optional: bool = False) -> str | None:
+    """Return a program's file: the given one, which may lack an ``optional`` section, or the installed service's."""
+    if options.config is not None:
+        return None if optional and not options.has(section) else options.config
+    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    return str(installed) if installed.is_file() else None
 
 
 def _sections(file: str) -> tuple[str, ...]:
