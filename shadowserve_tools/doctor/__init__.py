@@ -36,6 +36,7 @@ _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Wildcard addresses to listen on, and the addresses to connect to instead."""
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
+_CLUSTER_NODE: Final = "start that node of the Redis or Valkey cluster, or correct 'storage_cluster'"
 _CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
 
 _S = TypeVar("_S", bound=Section)
@@ -252,16 +253,17 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
     files = {"authorities": authorities, "certificate": certificate, "key": key}
     name = plane.storage_server_name or members.service_of(plane.storage_nodes)
     credentials = Credentials(**files, server_name=name) if authorities else None
+    cluster = bool(plane.storage_cluster) and not options.storage
     for address in addresses:
         node = Node(
             what="storage server" if len(addresses) == 1 else f"storage node {address}",
             address=address,
-            start=_start_command(own, options, address),
+            start=_CLUSTER_NODE if cluster else _start_command(own, options, address),
             key="--storage" if options.storage else f"'{several}' of section 'dpu'",
             user=plane.storage_username,
             password=plane.storage_password.get_secret_value(),
             credentials=credentials,
-            cluster=bool(plane.storage_cluster) and not options.storage,
+            cluster=cluster,
         )
         yield partial(storage_node, node)
 

@@ -259,8 +259,11 @@ def test_the_doctor_proposes_a_data_plane_at_the_hosts_address_and_checks_each_n
     file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
     assert found_by_doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
     file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
-    nodes = {what for what in found_by_doctor("--config", str(file)) if what.startswith("storage")}
-    assert nodes == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
+    found = found_by_doctor("--config", str(file))
+    nodes = {what: remedy for what, (_, _, remedy) in found.items() if what.startswith("storage")}
+    assert nodes.keys() == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
+    for remedy in nodes.values():  # symptom: it said to start our own storage node there
+        assert "Redis or Valkey cluster" in remedy
 
 
 def test_a_failed_finding_makes_the_doctor_exit_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
