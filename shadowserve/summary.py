@@ -452,6 +452,7 @@ class Summarizer:
             "kind": program.kind,
             "up_s": up_s,
             "window_s": window.seconds,
+            "when": when,
             "paragraph": up + " ".join(program.text(window)),
             "level": level,
             "limit_line": f"What limits {when}: {limit}",

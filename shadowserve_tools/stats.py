@@ -18,7 +18,7 @@ from rich.text import Text
 
 from shadowserve import members
 from shadowserve.addresses import join_address
-from shadowserve.errors import StorageRefusedError
+from shadowserve.errors import StorageRefusedError, StorageUnavailableError
 from shadowserve.sizes import human_size
 from shadowserve.summary import STORAGE, Samples, Summarizer
 from shadowserve.tls import Credentials
@@ -444,8 +444,16 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: 
         credentials = Credentials(authorities=login["tls_ca"], **files, server_name=server_name)
     protocol = "http2" if where.startswith("unix:") else "resp"
     storage = None if where.startswith("unix:") else Login.at(where, server_name=server_name, **login)
-    with contextlib.suppress(OSError, ValueError):  # the client reports the reason
+    try:
         protocol = identify(where, encrypted=credentials is not None).protocol
+    except ConnectionRefusedError as error:
+        if storage is not None:
+            storage.context()  # unusable certificates are the first error
+        raise StorageUnavailableError(
+            f"cannot connect to {where}: {error.strerror}; is a storage node, a data plane or vLLM running there?"
+        ) from error
+    except (OSError, ValueError):
+        pass  # the client reports the reason
     if protocol == "http2":
         return PlaneWatcher.connected(where, credentials)
     if protocol == "http1":

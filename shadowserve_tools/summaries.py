@@ -93,7 +93,7 @@ class MetricsWatcher:
 
     def render(self, view: Mapping[str, Any], where: str) -> RenderableType:
         summary = view["summary"]
-        table = Table("what", Column("now", justify="right"), box=SIMPLE_HEAD, padding=0)
+        table = Table("what", Column(summary["when"], justify="right"), box=SIMPLE_HEAD, padding=0)
         for value in summary["values"]:
             table.add_row(value["title"], value["text"])
         return Group(f"{escape(where)}, {summary['kind']}", *rendered(summary), table)

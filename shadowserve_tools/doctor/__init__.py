@@ -35,6 +35,7 @@ _HERE: Final = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 _ANY: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Wildcard addresses to listen on, and the addresses to connect to instead."""
 _TLS_FILES: Final = ("tls_ca", "tls_client_ca", "tls_cert", "tls_key")
+_CLUSTER_NODE: Final = "start that node of the Redis or Valkey cluster, or correct 'storage_cluster'"
 _CORE_LISTS: Final = ("net_cores", "decompress_cores", "dequantize_cores", "dma_cores", "store_cores")
 
 _S = TypeVar("_S", bound=Section)
@@ -143,7 +144,10 @@ def _host_checks(options: Options) -> Iterator[Check]:
     yield data_plane(Plane(address=address, start=start, key=key, config=config, chunks=chunks))
     if own:
         yield plane_configured
-    if own or options.storage:  # the card's storage may be in a network that the host cannot reach
+    # Without its configuration, the data plane alone knows its storage. The card's may be in a network that the host
+    # cannot reach.
+    known = _file_of(DataPlaneConfig, options, optional=True) is not None or plane != DataPlaneConfig()
+    if options.storage or (own and known):
         yield from _reach_storage(options, plane)
 
 
@@ -245,16 +249,17 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
     files = {"authorities": authorities, "certificate": certificate, "key": key}
     name = plane.storage_server_name or members.service_of(plane.storage_nodes)
     credentials = Credentials(**files, server_name=name) if authorities else None
+    cluster = bool(plane.storage_cluster) and not options.storage
     for address in addresses:
         node = Node(
             what="storage server" if len(addresses) == 1 else f"storage node {address}",
             address=address,
-            start=_start_command(own, options, address),
+            start=_CLUSTER_NODE if cluster else _start_command(own, options, address),
             key="--storage" if options.storage else f"'{several}' of section 'dpu'",
             user=plane.storage_username,
             password=plane.storage_password.get_secret_value(),
             credentials=credentials,
-            cluster=bool(plane.storage_cluster) and not options.storage,
+            cluster=cluster,
         )
         yield storage_node(node)
 
@@ -262,20 +267,22 @@ def _reach_storage(options: Options, plane: DataPlaneConfig) -> Iterator[Check]:
 def _configuration(
     section: type[_S], options: Options, what: str = "configuration", *, optional: bool = False
 ) -> tuple[_S, Check]:
-    """Return a program's configuration (the defaults if there is none), and the check of it.
-
-    The file is the given one, which may lack an ``optional`` section, or that of the installed service.
-    """
-    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
-    file = options.config or (str(installed) if installed.is_file() else None)
-    if optional and options.config is not None and not options.has(section):
-        file = None
+    """Return a program's configuration (the defaults if there is none), and the check of it."""
+    file = _file_of(section, options, optional=optional)
     environment = {key: value for key, value in os.environ.items() if key != CONFIG_FILE_VARIABLE}
     try:
         return section.load(file, environment=environment), iter([Finding(what, "ok", file or "the defaults")])
     except ConfigurationError as error:
         remedy = f"'shadowserve config' and 'shadowserve {section.section} --help' have every key"
         return section.load(environment={}), iter([Finding(what, "failed", str(error), remedy)])
+
+
+def _file_of(section: type[Section], options: Options, *, optional: bool = False) -> str | None:
+    """Return a program's file: the given one, which may lack an ``optional`` section, or the installed service's."""
+    if options.config is not None:
+        return None if optional and not options.has(section) else options.config
+    installed = options.machine.path(f"/etc/shadowserve/{section.section}.yaml")
+    return str(installed) if installed.is_file() else None
 
 
 def _sections(file: str) -> tuple[str, ...]:

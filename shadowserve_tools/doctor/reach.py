@@ -206,6 +206,10 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
             client.close()
     found = f"ShadowServe {answer.version}, backend {answer.backend}, answers on {plane.address}"
     yield Finding("data plane", "ok", found)
+    if config is not None:
+        state = "connected" if answer.storage_connected else "not connected"
+        remedy = "the data plane's log has the reason"
+        yield Finding.of("data plane's storage", answer.storage_connected, f"{answer.storage}, {state}", remedy)
     yield from _engines(list(answer.engines), plane.chunks)
 
 

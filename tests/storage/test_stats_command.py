@@ -162,8 +162,11 @@ def test_users_without_admin_get_an_error_with_a_hint(start_tenants: Start) -> N
 
 
 def test_a_refused_connection_is_an_error() -> None:
-    done = stats("--port", str(free_port()))
-    assert done.exit_code == 1 and "cannot reach the storage node at 127.0.0.1:" in done.output
+    """Symptom: for the address of an engine that did not run, it named a storage node alone."""
+    port = free_port()
+    done = stats("--port", str(port))
+    message = f"cannot connect to 127.0.0.1:{port}: Connection refused; is a storage node, a data plane or vLLM running"
+    assert done.exit_code == 1 and message in done.output
 
 
 def test_a_host_that_has_no_address_is_an_error_of_the_resolver() -> None:

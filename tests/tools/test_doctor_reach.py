@@ -88,6 +88,15 @@ def test_running_programs_are_reported_with_their_release(storage: Child, plane:
     assert found["kv-transfer-config"][0] == "ok" and plane.address in found["kv-transfer-config"][1]
 
 
+def test_a_host_whose_data_plane_has_tiers_alone_is_not_told_to_start_a_storage_node(tmp_path: Path) -> None:
+    """Symptom: after the walk-through for one host, the doctor asked for a storage server on port 6380."""
+    with start_data_plane(tmp_path, "", *SMALL, "--tiers", "{memory_budget_bytes: 16 MiB}") as plane:
+        engine = ENGINE | {"kv_connector_extra_config": {"data_plane": plane.address}}
+        found = doctor("--kv-transfer-config", json.dumps(engine))
+    assert "storage server" not in found
+    assert found["data plane's storage"] == ("ok", "tiers of 16 MiB, connected", "")
+
+
 def test_swapped_addresses_are_two_failures_with_remedies(storage: Child, plane: Child) -> None:
     """Symptom: with the ports of storage node and data plane swapped, the doctor printed 'ok' twice."""
     found = on_host(plane.address, storage.address)
@@ -214,8 +223,11 @@ def test_a_data_plane_is_proposed_at_the_hosts_address_and_each_node_of_a_cluste
     file.write_text("host: {data_plane: '127.0.0.1:1'}\n")
     assert doctor("--config", str(file))["data plane"][2] == "shadowserve dpu --listen 127.0.0.1:1"
     file.write_text("dpu: {storage_cluster: ['127.0.0.1:1', '127.0.0.1:2']}\n")
-    nodes = {what for what in doctor("--config", str(file)) if what.startswith("storage")}
-    assert nodes == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
+    found = doctor("--config", str(file))
+    nodes = {what: remedy for what, (_, _, remedy) in found.items() if what.startswith("storage")}
+    assert nodes.keys() == {"storage node 127.0.0.1:1", "storage node 127.0.0.1:2"}
+    for remedy in nodes.values():  # symptom: it said to start our own storage node there
+        assert "Redis or Valkey cluster" in remedy
 
 
 def test_a_file_of_another_program_is_a_failure(tmp_path: Path) -> None:

@@ -53,6 +53,15 @@ def test_stats_of_an_engine_begin_with_the_paragraph(answers: tuple[str, dict[st
     )
 
 
+def test_stats_of_an_engine_name_the_period_of_its_rates(answers: tuple[str, dict[str, Any]]) -> None:
+    """Symptom: means since the engine's start were in a column 'now'."""
+    where, _ = answers
+    once = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["stats", where])
+    assert re.search(r"what +since the start *\n", once.output), once.output
+    twice = CliRunner(env={"COLUMNS": "200"}).invoke(main, ["stats", "--watch", "--interval=0.05", "--count=2", where])
+    assert re.search(r"what +now *\n", twice.output), twice.output
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
