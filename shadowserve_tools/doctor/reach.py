@@ -212,7 +212,8 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
 def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[Finding]:
     """Compare the engines of one data plane, and the one to be started: which share what they store."""
     forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
-    remedy = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
+    keys = "chunk_tokens, pages, quantizer, calibration, bins, value_bins and scale_tokens"
+    remedy = f"give engines of one model the same {keys}"
     for one, other in combinations(forms, 2):
         if one[0] == other[0]:
             found = f"engines of one model do not share KV: {_form(one)}; {_form(other)}"
