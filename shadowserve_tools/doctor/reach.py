@@ -199,6 +199,8 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
         remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "http2":
             remedy = "install the same release of ShadowServe on both sides"
+        if "TLS: " in str(error):  # so every cause in shadowserve/tls.py begins
+            remedy = "certificates and keys of both sides must fit: docs/guides/two-machines.md"
         yield Finding("data plane", "failed", f"{plane.address}: {error}", remedy)
         return
     finally:
