@@ -20,9 +20,11 @@ _WORDS: Final[Mapping[Any, str]] = {
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:
     """Return the message for an unknown name, with the nearest known name and all known names."""
+    name, colon, _ = name.partition(":")  # what follows is a value, perhaps a password
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-    return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"
+    blank = " Write a blank after the colon." if colon else ""
+    return f"there is no {what} '{name}{colon}'{hint}{blank} Known: {', '.join(sorted(known))}"
 
 
 def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, str] | None = None) -> str:
