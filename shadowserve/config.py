@@ -59,7 +59,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _problem(error: Exception) -> str:
-    """Return what is wrong with a file, and where; not the line, and no value of it, which may be a password."""
+    """Return the problem of a file and its place, without the line and its value, which may be a password."""
     if isinstance(error, yaml.MarkedYAMLError):
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
