@@ -18,6 +18,7 @@ import ast
 import inspect
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -52,8 +53,22 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for index, key in enumerate(keys):
             if key in keys[:index]:
-                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is a duplicate key", node.start_mark)
+                mark = node.value[index][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"'{key}' is a duplicate key", mark)
         return super().construct_mapping(node, deep)
+
+
+def _problem(error: Exception) -> str:
+    """Return the problem of a file and its place, without the line and its value, which may be a password."""
+    if isinstance(error, yaml.MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        begin = error.context_mark
+        begun = f", {error.context} from line {begin.line + 1}" if error.context and begin else ""
+        return place + re.sub(r"\b(alias|anchor|handle|tag) '.*'", r"\1", error.problem or "it is not YAML") + begun
+    if isinstance(error, OSError | UnicodeError | yaml.YAMLError):
+        return str(error)
+    return f"it has a value that YAML cannot convert ({type(error).__name__})"
 
 
 def sections_of(file: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -66,7 +81,7 @@ def _read(path: Path, section: str) -> dict[str, Any]:
     try:
         content = _Loader(path.read_text(encoding="utf-8")).get_single_data()
     except (OSError, *_UNREADABLE) as error:
-        raise ConfigurationError(f"cannot read configuration file {path}: {error}") from error
+        raise ConfigurationError(f"cannot read configuration file {path}: {_problem(error)}") from None
     if not isinstance(content, dict) or not content:
         raise ConfigurationError(f"file {path} is not a mapping; it must begin with '{section}:'")
     for name in content:

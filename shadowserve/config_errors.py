@@ -20,9 +20,11 @@ _WORDS: Final[Mapping[Any, str]] = {
 
 def unknown(what: str, name: str, known: Collection[str]) -> str:
     """Return the message for an unknown name, with the nearest known name and all known names."""
+    name, colon, _ = name.partition(":")  # what follows is a value, perhaps a password
     nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
     hint = f"; did you mean '{nearest[0]}'?" if nearest else ""
-    return f"there is no {what} '{name}'{hint} Known: {', '.join(sorted(known))}"
+    blank = " Write a blank after the colon." if colon else ""
+    return f"there is no {what} '{name}{colon}'{hint}{blank} Known: {', '.join(sorted(known))}"
 
 
 def explain(model: type[BaseModel], errors: Iterable[Any], source: Mapping[str, str] | None = None) -> str:
@@ -59,9 +61,20 @@ def _clause(model: type[BaseModel], location: Sequence[str | int], error: Mappin
         problem = _alternatives(path, annotation, error["input"])
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel) and error["type"].endswith("_type"):
         problem = f"it is a mapping of {', '.join(annotation.model_fields)}"
+    elif error["type"] == "string_pattern_mismatch":
+        problem += _example(model, location)
     silent = several or _is_secret(model, location) or "://" in str(error["input"])  # a URL may hold a password
     given = "" if silent else f" (given: {error['input']!r})"
     return f"{path}: {problem}{given}"
+
+
+def _example(model: type[BaseModel], location: Sequence[str | int]) -> str:
+    """Return the field's example as the end of a message; empty if it has none."""
+    parent, _, _ = _walk(model, location[:-1])
+    if not isinstance(parent, type) or not issubclass(parent, BaseModel):
+        return ""
+    field = parent.model_fields.get(str(location[-1]))
+    return f", such as {field.examples[0]}" if field and field.examples else ""
 
 
 def _walk(model: type[BaseModel], location: Sequence[str | int]) -> tuple[Any, str, bool]:

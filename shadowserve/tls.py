@@ -244,6 +244,7 @@ def _rejected(credentials: Credentials) -> str:
 
 def rejection(reason: str, name: str, whose: str, *, prefix: str = "") -> str:
     """Return why a server's certificate was rejected, and what to do; ``reason``: OpenSSL's."""
+    reason = reason.rstrip(".")
     text = reason.lower()
     if "expired" in text:
         return f"TLS: {whose}'s certificate (its tls_cert) has expired: renew it"

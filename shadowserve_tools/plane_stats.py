@@ -113,8 +113,8 @@ def since(view: Mapping[str, Any]) -> str:
 
 
 def table_of(first: str, *numbers: str) -> Table:
-    """Return a table whose rows have a name and numbers."""
-    columns = (Column(each, justify="right") for each in numbers)
+    """Return a table whose rows have a name and numbers; narrow columns lose no digit."""
+    columns = (Column(each, justify="right", overflow="fold") for each in numbers)
     return Table(Column(first, overflow="fold"), *columns, box=SIMPLE_HEAD, padding=0)
 
 

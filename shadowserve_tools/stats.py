@@ -359,7 +359,7 @@ def logins(command: Any) -> Any:
         ("--tls-key", "File of the client certificate's private key."),
         ("--tls-cert", "File of the client's certificate, if the server requires one."),
         ("--tls-ca", "Use TLS, with this file of authorities, or 'system'."),
-        ("--password", "Password; better in the environment."),
+        ("--password", "Password; better in SHADOWSERVE_STORAGE_PASSWORD."),
         ("--user", "User name at a storage node. [default: the default user]"),
     ):
         variable = "SHADOWSERVE_STORAGE_PASSWORD" if flag == "--password" else None

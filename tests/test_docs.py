@@ -96,6 +96,14 @@ def test_no_document_signals_processes_by_name(document: Path) -> None:
     assert not re.findall(r".*\b(?:pkill|pgrep|killall|pidof)\b.*", document.read_text())
 
 
+@pytest.mark.parametrize("document", ALL, ids=relative)
+def test_a_row_of_a_table_is_one_line(document: Path) -> None:
+    """Symptom: the second line of a row was shown as a row of its own."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|"), line
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=relative)
 def test_metrics_in_a_document_are_exported(document: Path) -> None:
     for name in re.findall(r"`(?:vllm:)?shadowserve_(\w+)(?:\{[\w, =\"]+\})?`", document.read_text()):

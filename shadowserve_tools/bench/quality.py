@@ -4,10 +4,10 @@ Method: a model reads a long real text (licences, documents, source code). Its c
 loaded; then the next tokens are scored on top of it. The divergence (Kullback-Leibler, bits a token) compares these
 predictions with those on the cache that was never stored. All treatments see the same windows. Bits are all stored bits
 for each element: codes, scales, tables in streams, exact tokens, manifests and headers. ``binned`` and ``weighted``
-are real records; the steps of ``weighted`` come from texts that are not scored. "Ideal tables" are the same steps with
-the cross entropy of one table for each channel, learnt once: the distance is what the codec loses. Baselines count
-their fixed-width code or ShadowServe's entropy coder, whichever is smaller. fp8 is an engine's cache, unscaled.
-Intervals of 95 % are a bootstrap over windows and blocks of 32 positions.
+(near_lossless, small, tiny) are real records; the steps of ``weighted`` come from texts that are not scored. "Ideal
+tables" are the same steps with the cross entropy of one table for each channel, learnt once: the distance is what the
+codec loses. Baselines count their fixed-width code or ShadowServe's entropy coder, whichever is smaller. fp8 is an
+engine's cache, unscaled. Intervals of 95 % are a bootstrap over windows and blocks of 32 positions.
 
 Retrieval hides sentences in long texts: one; eight with questions for two (``multi_key``); chains of two assignments
 (``variables``). An answer counts if greedy decoding gives every digit.

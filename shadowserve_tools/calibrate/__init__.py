@@ -20,7 +20,7 @@ from shadowserve.errors import ShadowServeError
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def calibrate(model: Path, output: Path, force: bool, as_json: bool) -> None:
-    """Learn the steps of the 'weighted' quantizer for MODEL, a folder in Hugging Face's format.
+    """Learn the steps of the quantizers near_lossless, small and tiny for MODEL, a folder in Hugging Face's format.
 
     A step says how coarsely a channel of keys or values may be rounded, from what it changes in the model's
     predictions. The texts come with Python. The file has steps for all presets: near_lossless, small and tiny.

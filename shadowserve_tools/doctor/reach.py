@@ -199,6 +199,8 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
         remedy = f"write the data plane's address into {plane.key}: {DATA_PLANE_KEYS}"
         if listener.protocol == "http2":
             remedy = "install the same release of ShadowServe on both sides"
+        if "TLS: " in str(error):  # so every cause in shadowserve/tls.py begins
+            remedy = "certificates and keys of both sides must fit: docs/guides/two-machines.md"
         yield Finding("data plane", "failed", f"{plane.address}: {error}", remedy)
         return
     finally:
@@ -216,7 +218,8 @@ def _statistics(plane: Plane, listener: Listener) -> Iterator[Finding]:
 def _engines(engines: list[pb.Engine], own: tuple[int, str] | None) -> Iterator[Finding]:
     """Compare the engines of one data plane, and the one to be started: which share what they store."""
     forms = Counter((each.model, each.chunk_tokens, each.quantizer) for each in engines)
-    remedy = "give engines of one model the same chunk_tokens, quantizer, bins, value_bins and scale_tokens"
+    keys = "chunk_tokens, pages, quantizer, calibration, bins, value_bins and scale_tokens"
+    remedy = f"give engines of one model the same {keys}"
     for one, other in combinations(forms, 2):
         if one[0] == other[0]:
             found = f"engines of one model do not share KV: {_form(one)}; {_form(other)}"

@@ -66,8 +66,9 @@ def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
         try:
             user.apply(rule, commands)
         except RuleError as error:
-            # A clear-text password must not appear in messages and logs.
-            shown = ">..." if rule[:1] in (b">", b"<") else rule.decode("utf-8", "backslashreplace")
+            # A clear-text password must not appear in messages and logs, also where its digest should stand.
+            secret = rule[:1] in (b">", b"<", b"#", b"!")
+            shown = (rule[:1] + b"..." if secret else rule).decode("utf-8", "backslashreplace")
             raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
     return user
 

@@ -236,6 +236,29 @@ def test_the_error_about_missing_credentials_says_what_to_set(monkeypatch: pytes
         Bucket(s3_config("http://127.0.0.1:9000"))
 
 
+@pytest.mark.parametrize(
+    ("content", "cause"),
+    [
+        ("aws_secret_access_key = TOPSECRET\n", r"line 1 is not below a \[profile\]"),
+        ("[default]\naws_secret_access_key TOPSECRET\n", "line 2 is not written as key = value"),
+        ("[default]\naws_secret_access_key = TOPSECRET\n", "it lacks aws_access_key_id"),
+        ("[team]\naws_secret_access_key = TOPSECRET\n", "it lacks default"),
+        ("[default]\na = TOPSECRET\na = TOPSECRET\n", "option 'a' in section 'default' already exists"),
+    ],
+)
+def test_an_error_in_the_file_of_credentials_shows_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str, cause: str
+) -> None:
+    """Symptom: the log of a node had the secret key, as the parser of the file quotes the line that it cannot read."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    (file := tmp_path / "credentials").write_text(content)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    with pytest.raises(ConfigurationError, match=cause) as raised:
+        Bucket(s3_config("http://127.0.0.1:9000"))
+    assert "TOPSECRET" not in str(raised.value) and "\n" not in str(raised.value)
+
+
 class _Roles(BaseHTTPRequestHandler):
     """Issues credentials like STS, a container's agent, and an instance's metadata service."""
 

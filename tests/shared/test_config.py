@@ -287,6 +287,32 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, content: str
         SmallConfig.load(write(tmp_path, content), environment={})
 
 
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ("hunter2: x", "line 3, column 20: mapping values"),
+        ('"hunter2', "line 4, column 1: .* quoted scalar from line 3$"),
+        ("hunter2\n  password: hunter2", "line 4, column 3: 'password' is a duplicate key"),
+        ("*hunter2", "line 3, column 13: found undefined alias$"),
+        ("!hunter2", "line 3, column 13: could not determine a constructor for the tag$"),
+        ("!!int hunter2", "cannot convert"),
+    ],
+    ids=["colon", "quote", "duplicate", "alias", "tag", "type"],
+)
+def test_an_error_of_a_file_shows_no_password(tmp_path: Path, value: str, place: str) -> None:
+    """Symptom: PyYAML's message quoted the line with the password, and the log had it."""
+    with pytest.raises(ConfigurationError, match=place) as raised:
+        SmallConfig.load(write(tmp_path, f"storage:\n  port: 1\n  password: {value}\n"), environment={})
+    assert "hunter2" not in str(raised.value)
+
+
+def test_a_key_without_a_blank_behind_it_shows_no_password(tmp_path: Path) -> None:
+    """Symptom: in braces, the message about the unknown key 'password:hunter2' had the password."""
+    with pytest.raises(ConfigurationError, match="did you mean 'password'. Write a blank after the colon") as raised:
+        SmallConfig.load(write(tmp_path, "storage: {port: 1, password:hunter2}"), environment={})
+    assert "hunter2" not in str(raised.value)
+
+
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="cannot read configuration file .*absent"):
         SmallConfig.load(tmp_path / "absent.yaml", environment={})

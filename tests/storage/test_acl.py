@@ -155,9 +155,11 @@ def test_the_fuzzing_corpus_of_users_files_still_gives_its_results(tmp_path: Pat
             assert b"users: " + b" ".join(names) == expected, path.name
 
 
-def test_error_messages_about_a_users_file_show_no_passwords(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", ["<", "#", "!"])
+def test_error_messages_about_a_users_file_show_no_passwords(tmp_path: Path, sign: str) -> None:
+    """Symptom: a password that was written with # instead of > was in the message and in the log."""
     file = tmp_path / "users.acl"
-    file.write_text("user alice on <secret-word\n")
+    file.write_text(f"user alice on {sign}secret-word\n")
     with pytest.raises(ConfigurationError) as caught:
         read_users(str(file), BY_FULL_NAME)
     assert "secret-word" not in str(caught.value) and f"{file}:1: " in str(caught.value)

@@ -1,11 +1,13 @@
 """``shadowserve stats`` of a data plane."""
 
+import io
 import json
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 from machine import PATIENT
+from rich.console import Console
 
 from host_control.config import HostConfig
 from shadowserve import __version__
@@ -13,6 +15,7 @@ from shadowserve.chunk import ChunkLayout, DType, Quantizer
 from shadowserve.keys import ModelIdentity
 from shadowserve.proto.convert import engine_message
 from shadowserve_tools import main
+from shadowserve_tools.plane_stats import table_of
 from shadowserve_tools.processes import start_data_plane, start_storage
 
 SMALL = ["--decompression-buffer-bytes", "8 MiB", "--store-buffer-bytes", "8 MiB", *PATIENT]
@@ -23,6 +26,15 @@ LAYOUT = ChunkLayout(
 
 def stats(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "140"}).invoke(main, ["stats", *arguments])
+
+
+def test_a_narrow_terminal_shows_every_digit() -> None:
+    """Symptom: in 80 columns, a tenant's limit of 2,000,000 keys was shown as 2,000,0…"""
+    table = table_of("tenant", "keys", "bytes")
+    table.add_row("a", "0 of 2,000,000", "0 B of 100 GiB")
+    shown = io.StringIO()
+    Console(width=24, file=shown).print(table)
+    assert "…" not in shown.getvalue()
 
 
 def test_a_data_plane_is_recognized_and_its_statistics_are_shown(tmp_path: Path) -> None:

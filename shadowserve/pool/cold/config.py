@@ -13,11 +13,11 @@ class S3Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bucket: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$")
+    bucket: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", examples=["kv-cache"])
     """Name of an existing bucket."""
-    prefix: str = Field("shadowserve", pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$")
+    prefix: str = Field("shadowserve", pattern=r"^[A-Za-z0-9_-]+(/[A-Za-z0-9_-]+)*$", examples=["team/kv"])
     """Prefix of all objects' names. Nodes with the same bucket and prefix share their records."""
-    endpoint: str = Field("", pattern=r"^(https?://.+)?$")
+    endpoint: str = Field("", pattern=r"^(https?://.+)?$", examples=["https://minio.example:9000"])
     """URL of the server, such as ``https://minio.example:9000``; empty for AWS_ENDPOINT_URL, or AWS."""
     region: str = ""
     """The bucket's region; empty for AWS_REGION, or us-east-1."""

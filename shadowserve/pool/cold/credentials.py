@@ -181,6 +181,17 @@ class CredentialSource:
         return Credentials(field("AccessKeyId"), field("SecretAccessKey"), field("SessionToken"), ends_s)
 
 
+def _cause(error: Exception) -> str:
+    """Return why a file of credentials cannot be used; the parser's own texts quote lines, which may hold a secret."""
+    if isinstance(error, KeyError):
+        return f"it lacks {error.args[0]}"
+    if isinstance(error, configparser.MissingSectionHeaderError):
+        return f"line {error.lineno} is not below a [profile]"
+    if isinstance(error, configparser.ParsingError):
+        return f"line {error.errors[0][0]} is not written as key = value"
+    return str(error)
+
+
 def _of_file(path: Path, profile: str) -> Credentials:
     parser = configparser.RawConfigParser()
     try:
@@ -189,8 +200,8 @@ def _of_file(path: Path, profile: str) -> Credentials:
         key_id, secret = keys["aws_access_key_id"], keys["aws_secret_access_key"]
     except (OSError, ValueError, KeyError, configparser.Error) as error:
         raise CredentialError(
-            f"{path} has no credentials of profile {profile!r}: {type(error).__name__} {error}; "
-            "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            f"{path} has no credentials of profile {profile!r}: {_cause(error)}; correct it, or set AWS_PROFILE, or "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
         ) from None
     return Credentials(key_id, secret, keys.get("aws_session_token", ""), time.time() + _RENEWED_S + _FILE_S)
 

@@ -64,6 +64,7 @@ def format_volume(
     if user is not None:
         raise FormatError(f"{device.name} is used by {user}; nothing was changed. End that, or name another device")
     if not force:
+        _check_no_volume(device)
         check_empty(device)
     superblock = Superblock(
         volume_id=entropy(16),
@@ -84,6 +85,16 @@ def format_volume(
     write_blocks(reader, [(place, first.pack(superblock.volume_id))])
     write_blocks(reader, [(offset, superblock.pack()) for offset in SUPERBLOCK_OFFSETS])
     return superblock
+
+
+def _check_no_volume(device: BlockDevice) -> None:
+    """Raise FormatError, with what to do, if a device has the superblock of a volume."""
+    superblock, _ = read_superblocks(BlockReader(device), device)
+    if superblock is not None:
+        raise FormatError(
+            f"device {device.name} holds a volume of ShadowServe, of pool {superblock.pool_id.hex()}; nothing was "
+            f"changed. Name another device, or drop all its objects: shadowserve pool format --force {device.name}"
+        )
 
 
 def check_empty(device: BlockDevice) -> None:
