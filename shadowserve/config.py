@@ -38,11 +38,7 @@ _UNREADABLE: Final = (yaml.YAMLError, ValueError, TypeError, LookupError, Attrib
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, ""))
 
 
-_PROGRAMS: Final = {
-    "storage": "'shadowserve storage'",
-    "dpu": "'shadowserve dpu'",
-    "host": "the plugin of the engine",
-}
+_PROGRAMS: Final = {"storage": "'shadowserve storage'", "dpu": "'shadowserve dpu'", "host": "the plugin of the engine"}
 """The program that reads each section."""
 
 

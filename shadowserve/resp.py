@@ -254,12 +254,7 @@ class _Reader:
 class CommandReader(_Reader):
     """Parses commands."""
 
-    __slots__ = (
-        "_argument_bytes",
-        "_arguments",
-        "_bulk_size",
-        "_remaining",
-    )
+    __slots__ = ("_argument_bytes", "_arguments", "_bulk_size", "_remaining")
 
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         super().__init__(limits)

@@ -153,12 +153,7 @@ class StreamRecords:
     """
 
     def __init__(
-        self,
-        node: Node,
-        session: Session,
-        names: Sequence[bytes],
-        layers: Sequence[int],
-        wake: Callable[[], None],
+        self, node: Node, session: Session, names: Sequence[bytes], layers: Sequence[int], wake: Callable[[], None]
     ) -> None:
         self.node, self.session, self.tenant = node, session, session.tenant
         self.keys = len(names)

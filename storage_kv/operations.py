@@ -166,11 +166,7 @@ class Operations:
         registry.register(NodeCollector(self))
         try:
             self._endpoint = Endpoint(
-                config.metrics_host,
-                config.metrics_port,
-                registry,
-                health=self.health,
-                ready=self.readiness,
+                config.metrics_host, config.metrics_port, registry, health=self.health, ready=self.readiness
             )
         except OSError as error:
             raise ConfigurationError(

@@ -87,10 +87,7 @@ class StorageServer:
     """
 
     def __init__(
-        self,
-        config: StorageConfig,
-        store: Pool | None = None,
-        load: Callable[[], StorageConfig] | None = None,
+        self, config: StorageConfig, store: Pool | None = None, load: Callable[[], StorageConfig] | None = None
     ) -> None:
         """Create a server that does not listen yet. ``load`` reads the configuration again."""
         audit = AuditLog(config.audit_log, config.audit_log_bytes_max)

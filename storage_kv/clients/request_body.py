@@ -42,9 +42,7 @@ def limits_of(node: Node, session: Session) -> Limits:
             unauthenticated=True,
         )
     return Limits(
-        bulk_bytes_max=config.bulk_bytes_max,
-        items_max=config.arguments_max,
-        total_bytes_max=config.request_bytes_max,
+        bulk_bytes_max=config.bulk_bytes_max, items_max=config.arguments_max, total_bytes_max=config.request_bytes_max
     )
 
 

@@ -2,17 +2,7 @@
 
 from typing import Final
 
-from storage_kv.commands import (
-    _acl,
-    _config,
-    _connection,
-    _introspection,
-    _keys,
-    _kv,
-    _server,
-    _strings,
-    _transactions,
-)
+from storage_kv.commands import _acl, _config, _connection, _introspection, _keys, _kv, _server, _strings, _transactions
 from storage_kv.commands._command import TABLE as TABLE
 from storage_kv.commands._command import Command
 

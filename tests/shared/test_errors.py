@@ -8,13 +8,7 @@ import re
 import pytest
 
 import shadowserve
-from shadowserve.errors import (
-    DataPlaneError,
-    DeviceError,
-    NativeError,
-    NotInstalledError,
-    ShadowServeError,
-)
+from shadowserve.errors import DataPlaneError, DeviceError, NativeError, NotInstalledError, ShadowServeError
 
 
 def test_failures_carry_what_handlers_decide_by() -> None:

@@ -30,13 +30,7 @@ from shadowserve.keys import (
 
 MODEL = ModelIdentity(model="a/model", dtype="bfloat16")
 LAYOUT = ChunkLayout(
-    dtype=DType.BFLOAT16,
-    layers=32,
-    kinds=2,
-    vector_length=1024,
-    tokens=256,
-    quantizer=Quantizer.BINNED,
-    bins=32,
+    dtype=DType.BFLOAT16, layers=32, kinds=2, vector_length=1024, tokens=256, quantizer=Quantizer.BINNED, bins=32
 )
 NAMESPACE = KVNamespace(model=MODEL, layers=(0, 32), heads=(0, 8))
 
@@ -186,8 +180,7 @@ def test_each_part_of_a_models_kv_in_each_form_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"layers": (0, 31)}, {"layers": (-1, 31)}, {"heads": (0, 3)}, {"heads": (8, 8)}, {"heads": (-8, 0)}],
+    "changes", [{"layers": (0, 31)}, {"layers": (-1, 31)}, {"heads": (0, 3)}, {"heads": (8, 8)}, {"heads": (-8, 0)}]
 )
 def test_a_part_that_chunks_of_this_size_do_not_hold_has_no_name(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"layers|heads|tokens"):

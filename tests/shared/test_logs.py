@@ -36,13 +36,7 @@ def as_json(template: Any, *arguments: Any, error: BaseException | None = None) 
 
 def test_an_event_becomes_its_name_and_typed_fields() -> None:
     line = as_json("ready address=%s metrics_port=%s budget_bytes=%d share=%.2f", "127.0.0.1:1", None, 7, 0.123)
-    assert line == {
-        "event": "ready",
-        "address": "127.0.0.1:1",
-        "metrics_port": None,
-        "budget_bytes": 7,
-        "share": 0.123,
-    }
+    assert line == {"event": "ready", "address": "127.0.0.1:1", "metrics_port": None, "budget_bytes": 7, "share": 0.123}
 
 
 def test_a_field_of_several_parts_and_one_that_is_written_in_the_template() -> None:

@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from storage_support import TIMEOUT_S, Child, Client
 
-from shadowserve.resp import (
-    NEED_DATA,
-    ErrorReply,
-    Map,
-    ReplyReader,
-    Value,
-    encode_command,
-    split_inline,
-)
+from shadowserve.resp import NEED_DATA, ErrorReply, Map, ReplyReader, Value, encode_command, split_inline
 
 Command = list[bytes]
 

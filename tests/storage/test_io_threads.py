@@ -99,9 +99,7 @@ def test_clients_at_once_each_see_their_own_writes_and_nothing_is_left_over(chil
         assert client.call("FLUSHALL") == b"OK" and client.info()["used_memory"] == "0"
 
 
-def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(
-    start_threaded: Start,
-) -> None:
+def test_the_budget_holds_whoever_writes_and_only_whole_values_are_read(start_threaded: Start) -> None:
     child = start_threaded("--memory-budget-bytes", "6 MiB")
     wrong: list[object] = []
 

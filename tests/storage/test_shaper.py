@@ -23,9 +23,7 @@ TABLE_A9 = {
     "calibrated_stall_opt": (13.99, 27.25, 8.96, 29.81),
 }
 demands = st.lists(
-    st.builds(Demand, st.floats(1e3, 1e9), st.floats(1e-4, 10.0), st.integers(1, 128)),
-    min_size=1,
-    max_size=8,
+    st.builds(Demand, st.floats(1e3, 1e9), st.floats(1e-4, 10.0), st.integers(1, 128)), min_size=1, max_size=8
 )
 budgets = st.floats(1e6, 1e12)
 policies = pytest.mark.parametrize("policy", POLICIES)
