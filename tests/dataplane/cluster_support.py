@@ -72,6 +72,10 @@ class ClusterNode(Server):
     def id(self) -> str:
         return str(self.redis.execute_command("CLUSTER MYID").decode())
 
+    def slots(self) -> list[Any]:
+        """Return the ranges of slots with their nodes, as this node knows them."""
+        return list(self.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True))
+
     def epoch(self, which: str) -> int:
         return int(self.redis.cluster("INFO")[f"cluster_{which}_epoch"])
 
@@ -130,11 +134,7 @@ class Cluster:
         for node in self.nodes:
             wait_for(lambda node=node: node.redis.cluster("INFO").get("cluster_state") == "ok")
         for node in self.masters():  # clients see a replica after its first write
-            own = next(
-                each
-                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
-                if each[2][1] == node.port
-            )
+            own = next(each for each in node.slots() if each[2][1] == node.port)
             name = next(b"warm:%d" % n for n in range(1 << 20) if own[0] <= key_slot(b"warm:%d" % n) <= own[1])
             node.redis.set(name, b"")
         wait_for(self.is_whole)
@@ -155,10 +155,7 @@ class Cluster:
         """Return True if every node sees all slots served, and every replica follows its master."""
         return all(
             node.redis.cluster("INFO").get("cluster_state") == "ok"
-            and all(
-                len(each) == 3 + self._replicas
-                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
-            )
+            and all(len(each) == 3 + self._replicas for each in node.slots())
             and node.redis.info("replication").get("master_link_status", "up") == "up"
             for node in self.nodes
             if node.process is not None
@@ -172,16 +169,14 @@ class Cluster:
 
     def master_of(self, key: bytes) -> ClusterNode:
         """Return the node that owns a chunk's slot, in the nodes' own view."""
-        slot = slot_of(key)
-        for begin, end, master, *_ in self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True):
-            if begin <= slot <= end:
-                return self.at(int(master[1]))
-        raise AssertionError(f"no node owns slot {slot}")
+        return self._owners()[slot_of(key)]
 
     def _owners(self) -> dict[int, ClusterNode]:
         """Return the node that owns each slot, in the first master's view."""
-        rows = self.masters()[0].redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
-        return {slot: self.at(int(row[2][1])) for row in rows for slot in range(row[0], row[1] + 1)}
+        owners: dict[int, ClusterNode] = {}
+        for begin, end, master, *_ in self.masters()[0].slots():
+            owners |= dict.fromkeys(range(begin, end + 1), self.at(int(master[1])))
+        return owners
 
     def bring_home(self, keys: Sequence[bytes]) -> None:
         """Move slots back to their first masters: tests leave them anywhere, and some masters without slots."""
@@ -198,10 +193,7 @@ class Cluster:
     def all_know(self, slot: int, master: ClusterNode) -> bool:
         """Return True if every node knows the master of a slot: a client may request the map from any of them."""
         return all(
-            any(
-                each[0] <= slot <= each[1] and each[2][1] == master.port
-                for each in node.redis.execute_command("CLUSTER SLOTS", NEVER_DECODE=True)
-            )
+            any(begin <= slot <= end and first[1] == master.port for begin, end, first, *_ in node.slots())
             for node in self.nodes
             if node.process is not None
         )

@@ -412,6 +412,15 @@ class Client:
         assert answer.outcome == pb.OUTCOME_COMPLETE, answer.detail
         return self.chunks(answer.chunks)
 
+    async def fetch_all(self, keys: list[bytes]) -> None:
+        """Fetch chunks in the necessary number of batches."""
+        done = 0
+        while done < len(keys):
+            offset = done * self.shape.raw_bytes
+            answer = await self.fetch(keys[done:], offset=offset, length=self.segment.size - offset)
+            assert answer.chunks > 0, answer
+            done += answer.chunks
+
     def store_request(self, keys: list[bytes], **changes: Any) -> pb.StoreRequest:
         self._jobs += 1
         fields: dict[str, Any] = {

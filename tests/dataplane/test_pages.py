@@ -28,7 +28,7 @@ from dataplane_support import (
     serving,
 )
 from machine import WAIT_MAX_MS, until
-from test_tiers import cool, store, tiers_in, tiers_of
+from test_tiers import cool, resident, store, tiers_in, tiers_of
 
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.sources.tiers.tiers import address_of
@@ -348,7 +348,7 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
     others = keys_of(SHAPE, 1, seed=7)
     async with serving(SHAPE, CHUNKS, "", tiers=tiers_of(tmp_path)) as (daemon, client):
         await store_plain(client)
-        await client.store(others)  # compressed records, which are fetched from memory
+        stored = await client.store(others)  # compressed records, which are fetched from memory
         await cool(daemon)
         chain = pb.KeyChain(keys=[*KEYS, *others], namespace=SHAPE.namespace)
         arrivals = [pb.Arrival(request=1, chains=[chain])]
@@ -357,11 +357,8 @@ async def test_records_of_pages_are_not_prefetched_into_memory(tmp_path: Path) -
         await until(lambda: daemon.metrics.prefetch_bytes["device"] > 0)
         async with paged_of(client) as paged:
             paged.assert_right(await paged.fetch())
-        tiers = tiers_in(daemon)
-        with tiers.lock:
-            items = [tiers.pool.peek(address_of(key)) for key in [*KEYS, *others]]
-        assert [item is not None and item.value is not None for item in items] == [False] * CHUNKS + [True]
-        assert daemon.metrics.prefetch_bytes["device"] == items[-1].length
+        assert resident(daemon, [*KEYS, *others]) == [False] * CHUNKS + [True]
+        assert daemon.metrics.prefetch_bytes["device"] == stored.stored_bytes
 
 
 async def test_prefetches_pause_for_a_page_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

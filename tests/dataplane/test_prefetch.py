@@ -1,7 +1,7 @@
 """Prefetch: records of waiting requests are in memory before the requests run."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from dataplane_support import (
     serving,
 )
 from machine import NEVER_S, until
-from test_tiers import assert_right, cool, storage_away, tiers_in, tiers_of
+from test_tiers import assert_right, cool, resident, storage_away, tiers_in, tiers_of
 
 from dpu_dataplane.queues import Queues
 from dpu_dataplane.server import Daemon
 from dpu_dataplane.shared_rate import Mover
 from dpu_dataplane.sources.found import Cold, Stored
 from dpu_dataplane.sources.tiers import prefetcher
-from dpu_dataplane.sources.tiers.tiers import address_of
 from shadowserve.pool.next_use import REQUESTS_MAX
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -61,14 +60,6 @@ class Queue:
             ]
         answer: pb.ExpectResponse = await self._client.stub.Expect(pb.ExpectRequest(**(fields | changes)))
         return answer
-
-
-def resident(daemon: Daemon, keys: Iterable[bytes]) -> list[bool]:
-    """Return for each record whether the tiers have it in memory."""
-    tiers = tiers_in(daemon)
-    with tiers.lock:
-        items = [tiers.pool.peek(address_of(key)) for key in keys]
-        return [item is not None and item.value is not None for item in items]
 
 
 def prefetching_in(daemon: Daemon) -> prefetcher.Prefetcher:

@@ -54,6 +54,14 @@ def tiers_in(daemon: Daemon) -> Tiers:
     return found
 
 
+def resident(daemon: Daemon, keys: Sequence[bytes]) -> list[bool]:
+    """Return for each record whether the tiers have it in memory."""
+    tiers = tiers_in(daemon)
+    with tiers.lock:
+        items = [tiers.pool.peek(address_of(key)) for key in keys]
+        return [item is not None and item.value is not None for item in items]
+
+
 async def cool(daemon: Daemon) -> None:
     """Move all records of the tiers to devices."""
     tiers = tiers_in(daemon)
@@ -87,16 +95,6 @@ async def store(
     """Store chunks. Return for each chunk whether it is stored."""
     client.write([kv(shape, index) for index in indexes])
     return (await client.store([keys[index] for index in indexes], **more)).stored
-
-
-async def fetch_all(client: Client, keys: Sequence[bytes]) -> None:
-    """Fetch chunks in the necessary number of batches."""
-    done = 0
-    while done < len(keys):
-        offset = done * SHAPE.raw_bytes
-        answer = await client.fetch(list(keys[done:]), offset=offset, length=client.segment.size - offset)
-        assert answer.chunks > 0, answer
-        done += answer.chunks
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -204,7 +202,7 @@ async def test_a_tier_smaller_than_a_prompt_serves_it_correctly(storage: Server,
         storage.fill(SHAPE, keys[first : first + 6])
     async with serving(SHAPE, 24, storage, tiers=tiers_of(tmp_path, "8MiB", "4MiB")) as (daemon, client):
         for _ in range(4):
-            await fetch_all(client, keys)
+            await client.fetch_all(keys)
             assert client.chunks(24) == [CHUNKS[index % 6] for index in range(24)]
             client.segment.memory[:] = 0xA5
             await cool(daemon)

@@ -19,7 +19,7 @@ from cases import ENGINES, MEMORY, Context, case
 from cases_dataplane import CHUNKS, Work
 from kv_events import BlockStored, Router, replayed
 from machine import WAIT_MAX_S, free_port, wait_for
-from nodes import MIB, DataPlane, Storage
+from nodes import MIB, DataPlane, Storage, resident_bytes
 from outcomes import Outcome
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -71,7 +71,7 @@ def replays_from_zero(context: Context) -> None:
     storage = context.storage(memory_budget_bytes=2 * MIB, events_bytes_max=_FEED_BYTES)
     context.expected.losable = "evicted"
     router = _router(context, storage, "--replay-batches", "30")
-    before = _resident_bytes(router.process.pid)
+    before = resident_bytes(router.process.pid)
 
     def greedy(number: int) -> Callable[[], None]:
         chance = random.Random(f"{context.seed}/{number}")
@@ -104,13 +104,9 @@ def replays_from_zero(context: Context) -> None:
         context.pause(0.2, 0.5)
     _judge_index(context, router, storage)
     context.verify(storage)
-    grown = _resident_bytes(router.process.pid) - before
+    grown = resident_bytes(router.process.pid) - before
     context.tally.measure("memory_MiB", grown / MIB)
     assert grown < 128 * MIB, f"the feed's memory grew by {grown} bytes"
-
-
-def _resident_bytes(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
 
 
 _USERS: Final = """user default off

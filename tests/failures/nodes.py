@@ -22,6 +22,10 @@ MIB: Final = 1 << 20
 _GONE: Final = re.compile(r"Traceback|connection_failed|Segmentation|AddressSanitizer")
 
 
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 class _Node:
     """One program of the product as a process, on the same port after each start.
 
@@ -193,7 +197,7 @@ class Storage(_Node):
             return int(sock.recv(64)[1:])
 
     def resident_bytes(self) -> int:
-        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return resident_bytes(self.pid)
 
     def descriptors(self) -> int:
         return len(os.listdir(f"/proc/{self.pid}/fd"))

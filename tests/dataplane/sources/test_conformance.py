@@ -202,6 +202,10 @@ class BehindTiers(Behind):
     def revive(self) -> None: ...
 
 
+def job_of(seconds: float = WAIT_MAX_S) -> Job:
+    return Job("a test", "a job", seconds)
+
+
 @dataclass
 class Bench:
     """A started source, its storage, and the pipeline."""
@@ -239,7 +243,7 @@ class Bench:
     ) -> tuple[Delivered, list[bytes]]:
         """Deliver chunks with the given or current answers. Return the result and the delivered bytes."""
         target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
-        job = Job("a test", "a job", WAIT_MAX_S)
+        job = job_of()
         order = self.order(job, [keys], found or await self.source.find(keys), [target], layerwise)
         done = await self.source.deliver(job, order)
         return done, [bytes(chunk) for chunk in target.reshape(len(keys), -1)]
@@ -248,7 +252,7 @@ class Bench:
         """Encode a chunk and put it."""
         codec = native.Codec.KVRANS
         plan = plan_store([key], [0], SHAPE, codec, MIB)
-        job = Job("a test", "a job", WAIT_MAX_S)
+        job = job_of()
         batch_ = native.Batch(
             pieces=plan.pieces,
             slices=plan.slices,
@@ -389,7 +393,7 @@ async def test_a_missing_chunk_affects_no_other_group(bench: Bench, layerwise: b
     found = [each for keys in chains for each in await bench.source.find(keys)]
     await bench.source.delete(chains[0][2])
     targets = [np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8) for keys in chains]
-    job = Job("a test", "a job", WAIT_MAX_S)
+    job = job_of()
     order = bench.order(job, chains, found, targets, layerwise)
     done = await bench.source.deliver(job, order)
     groups, chunks = order.pieces["group"], order.pieces["chunk"]
@@ -481,7 +485,7 @@ async def test_nothing_is_written_after_a_plan_that_ended_early(bench: Bench, wh
     target = np.zeros(len(keys) * SHAPE.raw_bytes, np.uint8)
     bench.behind.hold()
     try:
-        job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
+        job = job_of(0.5 if why == "late" else NEVER_S)
         order = bench.order(job, [keys], found, [target], layerwise)
         delivering = asyncio.create_task(bench.source.deliver(job, order))
         if why == "cancelled":
@@ -507,8 +511,7 @@ async def test_an_unreachable_source_fails_at_once_and_reconnects(bench: Bench) 
     receives = not bench.behind.is_pool
 
     async def received(size: int) -> Result:
-        job = Job("a test", "a job", WAIT_MAX_S)
-        return await bench.source.receive(job, keys[0], 0, memoryview(bytearray(size)))
+        return await bench.source.receive(job_of(), keys[0], 0, memoryview(bytearray(size)))
 
     assert not receives or await received(9) is Result.OK
     bench.behind.kill()
@@ -535,9 +538,9 @@ async def receive(bench: Bench, key: bytes, first: int, memory: bytearray, job: 
     """Receive a part of a record. Skip the test if the source cannot return one."""
     if bench.behind.is_pool:
         with pytest.raises(StorageRefusedError):
-            await bench.source.receive(Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
+            await bench.source.receive(job_of(), key, first, memoryview(memory))
         pytest.skip("a pool has no clients that receive parts")
-    return await bench.source.receive(job or Job("a test", "a job", WAIT_MAX_S), key, first, memoryview(memory))
+    return await bench.source.receive(job or job_of(), key, first, memoryview(memory))
 
 
 async def test_records_are_received_as_they_are_stored(bench: Bench) -> None:
@@ -566,7 +569,7 @@ async def test_nothing_is_written_after_a_cancelled_receive(bench: Bench, why: s
     memory[:] = bytes([0xA5]) * len(memory)
     bench.behind.hold()
     try:
-        job = Job("a test", "a job", 0.5 if why == "late" else NEVER_S)
+        job = job_of(0.5 if why == "late" else NEVER_S)
         receiving = asyncio.create_task(receive(bench, key, 0, memory, job))
         if why == "cancelled":
             await until(bench.behind.asked)

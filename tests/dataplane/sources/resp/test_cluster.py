@@ -73,8 +73,14 @@ def plane(cluster: Any, **changes: Any) -> contextlib.AbstractAsyncContextManage
     return serving(SHAPE, len(KEYS), cluster_config(cluster, **changes))
 
 
-def another(cluster: Cluster, than: ClusterNode) -> ClusterNode:
-    return next(node for node in cluster.masters() if node is not than)
+def way_of(cluster: Cluster, key: bytes) -> tuple[int, ClusterNode, ClusterNode]:
+    """Return a chunk's slot, the node that has it, and another one, to which it can move."""
+    source = cluster.master_of(key)
+    return slot_of(key), source, next(node for node in cluster.masters() if node is not source)
+
+
+def move_away(cluster: Cluster, key: bytes) -> None:
+    cluster.move(*way_of(cluster, key))
 
 
 async def test_every_chunk_is_read_from_its_node(cluster: Cluster) -> None:
@@ -98,16 +104,14 @@ async def test_chunks_are_stored_on_the_masters_that_take_them(cluster: Cluster)
 async def test_a_moved_slot_is_followed_and_remembered(cluster: Cluster) -> None:
     async with plane(cluster) as (daemon, client):
         await client.lookup(KEYS)  # headers are cached, so that the data connections get the redirection
-        moved = KEYS[5]
-        source = cluster.master_of(moved)
-        target = another(cluster, source)
-        cluster.move(slot_of(moved), source, target)
-        await until(lambda: cluster.all_know(slot_of(moved), target))
+        slot, source, target = way_of(cluster, KEYS[5])
+        cluster.move(slot, source, target)
+        await until(lambda: cluster.all_know(slot, target))
         for redirections in (1, 1):  # the second fetch knows the slot
             assert await client.fetched(KEYS) == WANTED
             assert daemon.metrics.totals["storage_redirections"] == redirections
-        cluster.move(slot_of(moved), target, source)
-        assert (await client.store([moved])).chunks == 1  # skipped or stored, in both cases at the right node
+        cluster.move(slot, target, source)
+        assert (await client.store([KEYS[5]])).chunks == 1  # skipped or stored, in both cases at the right node
         assert (await client.fetch(KEYS)).chunks == len(KEYS)
 
 
@@ -116,8 +120,7 @@ async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: 
     async with plane(cluster, tiers={"memory_budget_bytes": "8MiB", "devices": devices}) as (daemon, client):
         assert (await client.fetch(KEYS[::2])).chunks == len(KEYS) // 2
         await client.lookup(KEYS)
-        source = cluster.master_of(KEYS[5])
-        cluster.move(slot_of(KEYS[5]), source, another(cluster, source))
+        move_away(cluster, KEYS[5])
         metrics = daemon.metrics
         for batches, near in ((1 + 2, 12), (1 + 2 + 1, 12 + 24)):  # the moved chunk needs one more batch
             assert await client.fetched(KEYS) == WANTED
@@ -128,19 +131,16 @@ async def test_local_hits_and_redirected_chunks_come_in_the_same_fetch(cluster: 
 async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Cluster) -> None:
     async with plane(cluster) as (daemon, client):
         await client.lookup(KEYS)
-        moving = [KEYS[2], KEYS[9], KEYS[10]]
-        ways = []
-        for key in moving:
-            source = cluster.master_of(key)
-            ways.append((slot_of(key), source, another(cluster, source)))
-            cluster.begin_to_move(*ways[-1])
-            assert cluster.move_keys(*ways[-1]) == 1
+        ways = [way_of(cluster, KEYS[index]) for index in (2, 9, 10)]
+        for way in ways:
+            cluster.begin_to_move(*way)
+            assert cluster.move_keys(*way) == 1
         try:
             assert await client.fetched(KEYS) == WANTED
-            assert daemon.metrics.totals["storage_redirections"] == len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == len(ways)
             answer = await client.fetch(KEYS)  # ASK is valid once, so the map has not changed
             assert answer.chunks == len(KEYS)
-            assert daemon.metrics.totals["storage_redirections"] == 2 * len(moving)
+            assert daemon.metrics.totals["storage_redirections"] == 2 * len(ways)
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]  # requests for headers follow the same redirection
         finally:
             for slot, source, target in ways:
@@ -150,34 +150,31 @@ async def test_chunks_of_a_migrating_slot_are_found_on_both_nodes(cluster: Clust
 
 async def test_a_chunk_of_a_migrating_slot_is_stored_on_the_new_node(cluster: Cluster) -> None:
     key = KEYS[3]
-    source = cluster.master_of(key)
-    target = another(cluster, source)
+    slot, source, target = way_of(cluster, key)
     source.redis.delete(storage_key(key))
-    cluster.begin_to_move(slot_of(key), source, target)
+    cluster.begin_to_move(slot, source, target)
     try:
         async with plane(cluster) as (_, client):
             await client.stores([key])
-            assert not source.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key))
-            assert target.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot_of(key)) == 1
+            assert not source.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot)
+            assert target.redis.execute_command("CLUSTER COUNTKEYSINSLOT", slot) == 1
     finally:
-        cluster.end_move(slot_of(key), target)
-        cluster.move(slot_of(key), target, source)
+        cluster.end_move(slot, target)
+        cluster.move(slot, target, source)
 
 
 async def test_circular_redirections_cost_one_chunk_and_the_later_ones(cluster: Cluster) -> None:
-    key = KEYS[4]
-    source = cluster.master_of(key)
-    target = another(cluster, source)
+    slot, source, target = way_of(cluster, KEYS[4])
     async with plane(cluster) as (_, client):
         await client.lookup(KEYS)
-        source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "MIGRATING", target.id)
-        source.redis.delete(storage_key(key))  # so it answers ASK, and the other node answers MOVED
+        source.redis.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", target.id)
+        source.redis.delete(storage_key(KEYS[4]))  # so it answers ASK, and the other node answers MOVED
         try:
             answer = await client.fetches(KEYS, 4, pb.OUTCOME_STORAGE_REFUSED)
             assert "redirected 5 times" in answer.detail
             assert client.chunks(4) == WANTED[:4]
         finally:
-            source.redis.execute_command("CLUSTER SETSLOT", slot_of(key), "STABLE")
+            source.redis.execute_command("CLUSTER SETSLOT", slot, "STABLE")
         assert (await client.fetch(KEYS)).outcome == pb.OUTCOME_ABSENT
 
 
@@ -190,8 +187,7 @@ async def test_headers_are_found_with_an_outdated_map(cluster: Cluster, monkeypa
 
         monkeypatch.setattr(ServerCluster, "_read_map", of_a_node_that_has_not_heard)
         for key in KEYS[2:4]:
-            source = await asyncio.to_thread(cluster.master_of, key)
-            await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
+            await asyncio.to_thread(move_away, cluster, key)
         for _ in range(2):
             assert (await client.lookup(KEYS)).hits == [len(KEYS)]
             assert await client.fetched(KEYS) == WANTED
@@ -226,9 +222,7 @@ async def test_fetches_are_whole_while_slots_move_under_them(cluster: Cluster, m
     async def move_about() -> int:
         moves = 0
         while not stop.is_set() or moves < 3:
-            key = KEYS[moves % len(KEYS)]
-            source = await asyncio.to_thread(cluster.master_of, key)
-            await asyncio.to_thread(cluster.move, slot_of(key), source, another(cluster, source))
+            await asyncio.to_thread(move_away, cluster, KEYS[moves % len(KEYS)])
             moves += 1
         return moves
 
