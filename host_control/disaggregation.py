@@ -12,8 +12,9 @@ chunk's record, padded with zeros. The key tells its length.
 import abc
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -81,11 +82,12 @@ class _Wait:
 
 @dataclass(eq=False)
 class _Published:
-    """Chunks of one request that are published and not computed yet, in their order."""
+    """Published chunks of one request: those that no step computes yet, in order, and those of steps in flight."""
 
     chunk_keys: dict[bytes, None]
     seconds: float
     renewed_at: float
+    computing: set[bytes] = field(default_factory=set)
 
 
 class Background(abc.ABC):
@@ -128,6 +130,8 @@ class Publications(Background):
         self._timeout = timeout
         self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
+        self._steps: deque[list[tuple[_Published, Collection[bytes]]]] = deque()
+        """What each step in flight computes, the oldest first; for the engine's thread."""
         self._withdrawn: list[list[bytes]] = []
 
     def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
@@ -140,22 +144,38 @@ class Publications(Background):
             self._wake()
 
     def publish(self, request_id: str, chunk_keys: Sequence[bytes], seconds: float) -> None:
-        """Publish chunks for some seconds, and again until :meth:`computed` or :meth:`withdraw`."""
+        """Publish chunks for some seconds, and again until the step that computes them ends, or :meth:`withdraw`."""
         with self._condition:
             self._published[request_id] = _Published(dict.fromkeys(chunk_keys), seconds, time.monotonic() + seconds / 2)
             self._wake()
         self._publish(chunk_keys, seconds)
 
-    def computed(self, request_id: str, chunk_keys: Iterable[bytes]) -> None:
-        """Note that chunks are being stored: they stay pending, for half of their time at least.
+    def begin_step(self) -> None:
+        """Note that a step is scheduled."""
+        self._steps.append([])
 
-        They are not published again: a rank that dropped a chunk has withdrawn it, and no engine should wait for that
-        one. Cheap, and a no-op for a request that has published nothing.
+    def computed(self, request_id: str, chunk_keys: Collection[bytes]) -> None:
+        """Note that the step that was scheduled last computes chunks, and that they are stored at its end.
+
+        Cheap, and a no-op for a request that has published nothing.
         """
         if (published := self._published.get(request_id)) is not None:
             with self._condition:
                 for chunk_key in chunk_keys:
                     published.chunk_keys.pop(chunk_key, None)
+                if self._steps:
+                    published.computing.update(chunk_keys)
+                    self._steps[-1].append((published, chunk_keys))
+
+    def end_step(self) -> None:
+        """Note the end of the oldest step in flight: its chunks stay pending, for half of their time at least.
+
+        They are not published again: a rank that dropped a chunk has withdrawn it, and no engine should wait for that
+        one.
+        """
+        for published, chunk_keys in self._steps.popleft() if self._steps else ():
+            with self._condition:
+                published.computing.difference_update(chunk_keys)
 
     def withdraw(self, request_id: str) -> None:
         """Withdraw the chunks of an ended request that were not computed. As cheap as :meth:`computed`."""
@@ -195,7 +215,7 @@ class Publications(Background):
             due = [each for each in self._published.values() if each.renewed_at <= now]
             for each in due:
                 each.renewed_at = now + each.seconds / 2
-            renewed = [(list(each.chunk_keys), each.seconds) for each in due]
+            renewed = [([*each.computing, *each.chunk_keys], each.seconds) for each in due]
         for chunk_keys, seconds in renewed:
             self._publish(chunk_keys, seconds)
 

@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
@@ -353,9 +353,17 @@ class PrefixLookup:
             last *= 2
         return max(end - last, 0)
 
-    def computed(self, request_id: str, chunk_keys: Iterable[bytes]) -> None:
-        """Note that chunks are being stored: their publication is neither renewed nor withdrawn."""
+    def begin_step(self) -> None:
+        """Note that a step is scheduled."""
+        self._publications.begin_step()
+
+    def computed(self, request_id: str, chunk_keys: Collection[bytes]) -> None:
+        """Note that the step that was scheduled last computes chunks: their publication is renewed until its end."""
         self._publications.computed(request_id, chunk_keys)
+
+    def end_step(self) -> None:
+        """Note the end of the oldest step in flight."""
+        self._publications.end_step()
 
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, and withdraw what it published and did not compute."""

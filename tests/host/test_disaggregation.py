@@ -212,6 +212,25 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_published_again(lookup: PrefixLo
     wait_for(lambda: set(plane.published or ()) == set(keys(LINKS[0])))
 
 
+def test_chunks_are_pending_until_the_end_of_a_long_step(lookup: PrefixLookup, plane: ScriptedDataPlane) -> None:
+    """Symptom: where a step took longer than pd_timeout_s, the decode engine computed what it could have waited for."""
+    asked(lookup, "r", TOKENS, disaggregation=Disaggregation(publishes=0.1))
+    wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
+    lookup.begin_step()
+    lookup.computed("r", LINKS[:2])
+    lookup.begin_step()  # as vLLM does with asynchronous scheduling
+    plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)
+    withdraw(plane, LINKS[0])  # as at the end of its time
+    wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
+    lookup.end_step()
+    plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)  # one may have been in flight
+    withdraw(plane, LINKS[0])
+    plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)
+    assert set(plane.published or ()) == set(keys(*LINKS[1:]))
+    lookup.forget("r")
+    wait_for(lambda: set(plane.published or ()) == set(keys(LINKS[1])))
+
+
 def test_chunks_beyond_the_store_limit_are_not_published(lookup: PrefixLookup, plane: ScriptedDataPlane) -> None:
     lookup.submit(
         "r", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S, tail_tokens=2, store_tokens_max=3 * CHUNK + 1)
