@@ -5,14 +5,12 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
-from pool_support import DEVICE_BYTES, simulated_pool
-from simulated_device import SimulatedDevice
+from pool_support import start_pool
 from store_driver import Driver
 
 from shadowserve.keys import storage_key
 from shadowserve.native import ANY, Index, IndexPolicy
 from shadowserve.pool.config import PoolConfig
-from shadowserve.pool.entries import parse_key
 from shadowserve.pool.memory_pool import MemoryPool
 from shadowserve.pool.next_use import REQUESTS_MAX, NextUse
 
@@ -192,45 +190,25 @@ def test_requests_beyond_the_limit_are_refused() -> None:
     index.close()
 
 
-def test_a_full_device_evicts_the_last_requests_entries() -> None:
-    driver = Driver(simulated_pool([SimulatedDevice(DEVICE_BYTES, seed=1, name="simulated")]))
-    keys = [storage_key(key) for key in KEYS[:60]]
-    for key in keys[:20]:
-        driver.put(key, b"x" * 20_000)
-    with driver.lock:
-        for name, some in (("next", KEYS[:10]), ("last", KEYS[10:20])):
-            driver.store.next_use.publish(name, 0, some, 1 << 31)
-    for number in range(1_600):  # several times what the device holds
-        driver.put(b"once %d" % number, b"y" * 20_000)
-    assert all(driver.peek(key) is not None for key in keys[:20]) and driver.peek(b"once 0") is None
-    driver.call(driver.store.next_use.withdraw, "last")
-    for number in range(1_600):
-        driver.put(b"again %d" % number, b"y" * 20_000)
-    assert all(driver.peek(key) is not None for key in keys[:10])
-    assert not any(driver.peek(key) for key in keys[10:20])
-
-
-def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests() -> None:
-    pool = MemoryPool.open(PoolConfig(memory_budget_bytes=1 << 20))
-    try:
-        addresses = [(0, storage_key(key)) for key in KEYS]
-        for address in addresses[:40]:
-            pool.put(address, b"x" * 10_000)
-        parsed = [parse_key(address)[1] for address in addresses]
-        until_s = 1 << 31
-        pool.next_use.publish("next", 0, parsed[:20], until_s)
-        pool.next_use.publish("last", 0, parsed[20:40], until_s)
-        for address in addresses[40:240]:  # twice the room
-            pool.put(address, b"x" * 10_000)
-        assert all(pool.peek(address) is not None for address in addresses[:40])
-        late = [(0, b"late %d" % number) for number in range(2)]
-        pool.put(late[0], b"y" * 700_000)
-        assert all(pool.peek(address) is not None for address in addresses[:20])
-        assert any(pool.peek(address) is None for address in addresses[20:40])
-        assert pool.peek(addresses[20]) is not None or pool.peek(addresses[39]) is None  # from its end
-        pool.next_use.withdraw("next")
-        pool.next_use.withdraw("last")
-        pool.put(late[1], b"y" * 1_000_000)
-        assert sum(pool.peek(address) is not None for address in addresses) < 5
-    finally:
-        pool.close()
+@pytest.mark.parametrize("kind", ["memory", "device"])
+def test_a_pool_keeps_needed_entries_and_evicts_the_last_requests(kind: str) -> None:
+    if kind == "memory":
+        pool = Driver(MemoryPool(PoolConfig(memory_budget_bytes=1 << 20)))
+    else:
+        pool, _ = start_pool(options=[{"bytes_max": 1 << 20}])
+    keys = [storage_key(key) for key in KEYS]
+    for key in keys[:40]:
+        pool.put(key, b"x" * 10_000)
+    for name, needed in (("next", KEYS[:20]), ("last", KEYS[20:40])):
+        pool.call(pool.store.next_use.publish, name, 0, needed, 1 << 31)
+    for key in keys[40:240]:  # twice the room
+        pool.put(key, b"x" * 10_000)
+    assert all(pool.peek(key) is not None for key in keys[:40])
+    pool.put(b"late 0", b"y" * 700_000)
+    assert all(pool.peek(key) is not None for key in keys[:20])
+    assert any(pool.peek(key) is None for key in keys[20:40])
+    assert pool.peek(keys[20]) is not None or pool.peek(keys[39]) is None  # from its end
+    for name in ("next", "last"):
+        pool.call(pool.store.next_use.withdraw, name)
+    pool.put(b"late 1", b"y" * 1_000_000)
+    assert sum(pool.peek(key) is not None for key in keys) < 5

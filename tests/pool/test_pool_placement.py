@@ -20,10 +20,6 @@ from shadowserve.pool.volume.device import Pages
 from storage_kv.config import StorageConfig
 
 
-def home_of(driver: Driver, key: bytes) -> int:
-    return entry_of(driver, key).device
-
-
 def test_shares_are_kept_within_one_percent_and_chains_within_two_objects() -> None:
     chance = random.Random(1)
     for shares in ([1.0, 1.0], [5.0, 3.0, 2.0], [10.0, 1.0], [0.9, 0.05, 0.03, 0.02], [1.0] * 8):
@@ -66,7 +62,7 @@ def test_a_pool_places_by_the_bandwidths_of_its_devices() -> None:
     for number in range(300):
         key = storage_key(chunk(number))
         pool.put(key, b"x" * 30_000, parent=chunk(number - 1) if number else b"")
-        placed[home_of(pool, key)] += 1
+        placed[entry_of(pool, key).device] += 1
     assert abs(placed[0] - 180) <= 1.8 and abs(placed[1] - 90) <= 0.9 and abs(placed[2] - 30) <= 0.3
     found = pool.statistics().devices
     assert [round(device.share, 3) for device in found] == [0.599, 0.3, 0.1]  # memory has one of 1,001
@@ -80,7 +76,7 @@ def test_objects_of_memorys_share_are_on_a_device_too_unless_memory_is_their_hom
     pool, _ = start_pool(2, bandwidths=[100, 100], memory_bandwidth=200, memory_homes=alone)
     for number in range(64):
         pool.put(storage_key(chunk(number)), b"x" * 2000, parent=chunk(number - 1) if number else b"")
-    assert Counter(home_of(pool, storage_key(chunk(number))) for number in range(64)) == homes
+    assert Counter(entry_of(pool, storage_key(chunk(number))).device for number in range(64)) == homes
     assert pool.statistics().memory_share == 0.5 and (alone or pool.statistics().promotions == 32)
 
 
@@ -106,10 +102,10 @@ def test_a_device_beyond_its_write_budget_gets_no_objects_until_midnight() -> No
     pool = reopened(*(device.restart() for device in given), options=options, clock_ms=clock)
     assert pool.statistics().devices[0].written_today_bytes >= MIB / 2
     pool.put(b"more", b"x" * 60_000)
-    assert home_of(pool, b"more") == 1
+    assert entry_of(pool, b"more").device == 1
     clock.now_ms += 24 * 3600 * 1000
     pool.put_each(range(4), b"x" * 60_000, name=b"tomorrow")
-    assert {home_of(pool, b"tomorrow%d" % number) for number in range(4)} == {0, 1}
+    assert {entry_of(pool, b"tomorrow%d" % number).device for number in range(4)} == {0, 1}
 
 
 def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
@@ -123,12 +119,12 @@ def test_a_device_that_fails_a_write_is_avoided_for_a_while() -> None:
     assert pool.store.statistics().failed_writes == 1
     for number in range(10):
         pool.put(b"later%d" % number, b"x" * 10_000)
-        assert home_of(pool, b"later%d" % number) == 1
+        assert entry_of(pool, b"later%d" % number).device == 1
     states = [device.state for device in pool.statistics().devices]
     assert states == ["avoided", "ok"]
     pool.clock.now_ms += 2_000
     pool.put_each(range(10), b"x" * 10_000, name=b"trusted")
-    assert {home_of(pool, b"trusted%d" % number) for number in range(10)} == {0, 1}
+    assert {entry_of(pool, b"trusted%d" % number).device for number in range(10)} == {0, 1}
 
 
 def test_the_write_budget_counts_by_days_even_if_the_clock_goes_back() -> None:
