@@ -15,6 +15,8 @@ PACKAGES = ("shadowserve", "storage_kv", "dpu_dataplane", "host_control", "shado
 COLUMNS_MAX = 120
 FUNCTION_LINES_MAX = 70
 MODULE_LINES_MAX = 700
+PATHS_MAX = 30
+"""Cyclomatic complexity of a function: more is radon's grade E."""
 STATEMENTS = ("body", "orelse", "finalbody", "handlers", "cases")
 """Attributes of a syntax tree's nodes that have statements: functions are among these."""
 
@@ -70,6 +72,22 @@ def outline(path: Path) -> tuple[bool, list[tuple[str, int, int]]]:
     return not tree.body or bool(ast.get_docstring(tree)), functions
 
 
+def paths_through(function: ast.AST) -> int:
+    """Return the cyclomatic complexity of a function, as radon counts it."""
+    count = 1
+    for node in ast.walk(function):
+        match node:
+            case ast.If() | ast.IfExp() | ast.For() | ast.AsyncFor() | ast.While() | ast.ExceptHandler() | ast.Assert():
+                count += 1
+            case ast.comprehension(ifs=conditions):
+                count += 1 + len(conditions)
+            case ast.BoolOp(values=values):
+                count += len(values) - 1
+            case ast.match_case():
+                count += 1
+    return count
+
+
 def place(path: Path, line: int = 0) -> str:
     return f"{path.relative_to(REPOSITORY)}:{line}" if line else str(path.relative_to(REPOSITORY))
 
@@ -114,6 +132,17 @@ def test_functions_fit_on_a_screen() -> None:
         for path in files(*suffixes)
         for name, line, length in functions(path)
         if length > FUNCTION_LINES_MAX
+    ]
+    complain(found)
+
+
+def test_functions_have_few_paths() -> None:
+    found = [
+        f"{place(path, node.lineno)}: {node.name} has {paths} paths; {PATHS_MAX} is the most"
+        for path in files(".py")
+        if path.relative_to(REPOSITORY).parts[0] in PACKAGES
+        for node in ast.walk(ast.parse(text_of(path)))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (paths := paths_through(node)) > PATHS_MAX
     ]
     complain(found)
 

@@ -59,6 +59,10 @@ class _Answered(NamedTuple, Generic[_Answer]):
     answer: _Answer
 
 
+_Asking = tuple[str, asyncio.Task[list[_Answered[Sequence[Found] | BaseException]]]]
+"""A server that is asked for keys, and the task that ends with its answers."""
+
+
 class _Segment(NamedTuple):
     """Keys of one segment in a request, by their indexes, and the two servers that may have their records."""
 
@@ -304,30 +308,8 @@ class SeveralServers(RespSource):
     # ---- Requests
 
     async def find(self, keys: Sequence[bytes]) -> Sequence[Found]:
-        segments, size, loads = self._segments(keys), self._record_bytes, self._loads()
-        expected = self._also(segments, [Cold(size, 0)] * len(keys), size, loads)  # in the same round trip
-        asked = {address: frozenset(some) for address, some in expected.items()}
-        firsts = _by_first(segments)
-        asking = self._ask_each(keys, {address: some for address, some in expected.items() if address not in firsts})
-        try:
-            both = {address: [*some, *expected.get(address, ())] for address, some in firsts.items()}  # in one request
-            answers, seconds = _split(await self._ask(keys, _find, by_server=both), both, firsts)
-            found, first_of = _by_key(keys, answers)
-            self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
-            # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
-            also, now = expected, self._loads()
-            if now != loads or not size or self._may_have_moved:
-                also = self._also(segments, found, size or self._record_bytes, now)
-            awaited = [task for address, task in asking if not asked[address].isdisjoint(also.get(address, ()))]
-            left = {address: [at for at in some if at not in asked.get(address, ())] for address, some in also.items()}
-            more = self._ask_each(keys, {address: some for address, some in left.items() if some})
-            asking += more
-            if awaited or more:
-                await asyncio.wait([*awaited, *(task for _, task in more)], timeout=_SECOND_S)
-        finally:
-            for _, task in asking:
-                task.cancel()
-        seconds += [each for _, task in asking if task.done() and not task.cancelled() for each in task.result()]
+        segments = self._segments(keys)
+        found, first_of, seconds = await self._ask_choices(keys, segments)
         others, other_of = _by_key(keys, [each for each in seconds if isinstance(each.answer, Sequence)])  # type: ignore[misc]
         if not other_of and not self._chosen:
             return found
@@ -344,9 +326,51 @@ class SeveralServers(RespSource):
                     self._chosen.pop(name, None)
         return found
 
-    def _ask_each(
-        self, keys: Sequence[bytes], by_server: Mapping[str, Sequence[int]]
-    ) -> list[tuple[str, asyncio.Task[list[_Answered[Sequence[Found] | BaseException]]]]]:
+    async def _ask_choices(
+        self, keys: Sequence[bytes], segments: Sequence[_Segment]
+    ) -> tuple[list[Found], dict[int, str], list[_Answered[Sequence[Found] | BaseException]]]:
+        """Ask the first choices of all segments, and the second ones that may be read from.
+
+        Returns:
+            The first choices' answers for each key, their addresses by the indexes of keys, and the second ones'.
+        """
+        size, loads = self._record_bytes, self._loads()
+        expected = self._also(segments, [Cold(size, 0)] * len(keys), size, loads)  # in the same round trip
+        firsts = _by_first(segments)
+        asking = self._ask_each(keys, {address: some for address, some in expected.items() if address not in firsts})
+        try:
+            both = {address: [*some, *expected.get(address, ())] for address, some in firsts.items()}  # in one request
+            answers, seconds = _split(await self._ask(keys, _find, by_server=both), both, firsts)
+            found, first_of = _by_key(keys, answers)
+            self._record_bytes = _bytes_of(found) // max(1, len(keys)) or self._record_bytes
+            # By the loads that the first choices have just reported: of many nodes, a data plane knows few others.
+            also, now = expected, self._loads()
+            if now != loads or not size or self._may_have_moved:
+                also = self._also(segments, found, size or self._record_bytes, now)
+            await self._ask_seconds(keys, expected, also, asking)
+        finally:
+            for _, task in asking:
+                task.cancel()
+        seconds += [each for _, task in asking if task.done() and not task.cancelled() for each in task.result()]
+        return found, first_of, seconds
+
+    async def _ask_seconds(
+        self,
+        keys: Sequence[bytes],
+        expected: Mapping[str, Sequence[int]],
+        also: Mapping[str, Sequence[int]],
+        asking: list[_Asking],
+    ) -> None:
+        """Ask those second choices in ``also`` that are not ``expected``, and wait a moment for all in ``also``."""
+        asked = {address: frozenset(some) for address, some in expected.items()}
+        awaited = [task for address, task in asking if not asked[address].isdisjoint(also.get(address, ()))]
+        left = {address: [at for at in some if at not in asked.get(address, ())] for address, some in also.items()}
+        more = self._ask_each(keys, {address: some for address, some in left.items() if some})
+        asking += more
+        if awaited or more:
+            await asyncio.wait([*awaited, *(task for _, task in more)], timeout=_SECOND_S)
+
+    def _ask_each(self, keys: Sequence[bytes], by_server: Mapping[str, Sequence[int]]) -> list[_Asking]:
         """Look keys up, with a task for each server: a slow one must not delay the answers of the others."""
         return [
             (address, asyncio.ensure_future(self._ask_servers(keys, {address: some}, _find)))
