@@ -37,6 +37,7 @@ from host_control.client import MemoryMessage
 from host_control.config import HostConfig
 from host_control.cuda import CudaError, Device, DeviceBuffer, Driver
 from host_control.segment import Memory, Segment
+from shadowserve import native
 from shadowserve.errors import ConfigurationError, NativeError
 from shadowserve.proto import dataplane_pb2 as pb
 
@@ -201,8 +202,6 @@ class ExportedHostMemory(Memory):
     """
 
     def __init__(self, size: int, device: str) -> None:
-        from shadowserve import native  # engines load the C core only if they need it
-
         self.size = size
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
         try:
@@ -299,8 +298,6 @@ class _ExportedGpuMemory(_IpcMemory):
     """
 
     def __init__(self, size: int, gpu: Gpu, device: str) -> None:
-        from shadowserve import native  # see ExportedHostMemory
-
         super().__init__(size, gpu)
         self._descriptor = -1
         self._export: native.Export | None = None

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
+from shadowserve import native
 from shadowserve.chunk import DType
 
 LayoutKind = Literal["kv_cells", "cpu_pages", "cpu_tiles", "latent", "cells"]
@@ -179,8 +180,6 @@ class _NativeMover:
     """
 
     def __init__(self, views: Sequence[Any], chunk_heads: int) -> None:
-        from shadowserve import native  # engines load the C core only if they need it
-
         self._views = views  # hold the memory
         self._blocks = int(views[0].shape[0])
         orders: dict[tuple[Any, Any], list[int]] = {}

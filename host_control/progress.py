@@ -5,6 +5,7 @@ from typing import Protocol
 
 from host_control.client import DataPlaneClient, FetchCall
 from host_control.registered_memory import PROGRESS_BYTES
+from shadowserve import native
 
 
 class Progress(Protocol):
@@ -18,14 +19,11 @@ class WordProgress:
     """A word in memory that this host shares with the data plane, which writes the count there. Sets it to 0."""
 
     def __init__(self, word: memoryview) -> None:
-        from shadowserve import native  # an engine loads the C core only where it has to
-
         word[:] = bytes(PROGRESS_BYTES)
         self._word = word
-        self._wait = native.progress_wait
 
     def wait(self, seen: int, seconds: float) -> int:
-        return int(self._wait(self._word, seen, seconds))
+        return int(native.progress_wait(self._word, seen, seconds))
 
 
 def follow(

@@ -12,15 +12,12 @@ import mmap
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 from host_control.client import MemoryMessage
+from shadowserve import native
 from shadowserve.errors import ConfigurationError
 from shadowserve.proto import dataplane_pb2 as pb
-
-if TYPE_CHECKING:
-    from shadowserve import native
-
 
 _DIRECTORY: Final = Path("/dev/shm")  # noqa: S108
 _PREFIX: Final = "shadowserve-05e1f00d"
@@ -80,7 +77,7 @@ class Memory(abc.ABC):
 class _Mapping(mmap.mmap):
     """A mapping that is guarded against SIGBUS as long as a view of it exists."""
 
-    guard: "native.Guard | None" = None
+    guard: native.Guard | None = None
 
     def __del__(self) -> None:
         if self.guard is not None:
@@ -94,8 +91,6 @@ class Segment(Memory):
     peer_keeps_mapping = True
 
     def __init__(self, name: str, descriptor: int, size: int) -> None:
-        from shadowserve import native  # engines load the C core only if they need it
-
         self.name = name
         self.size = size
         self._descriptor = descriptor

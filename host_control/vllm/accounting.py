@@ -40,7 +40,6 @@ class PromptAccount:
         self._chunk_tokens = chunk_tokens
         self._step_tokens = step_tokens
         self._prompts: dict[str, _Prompt] = {}
-        self._loads: dict[str, int] = {}  # tokens that each load is to bring
         self._unpriced: deque[tuple[int, int, int]] = deque(maxlen=_UNPRICED_MAX)
 
     def arrived(self, state: RequestState, *, named: bool) -> None:
@@ -57,20 +56,15 @@ class PromptAccount:
             self._prompts[request_id] = _Prompt(stored_tokens, reason)
 
     def allocated(self, state: RequestState, external_tokens: int) -> None:
-        """Note that a request has blocks, and that a load brings ``external_tokens`` tokens."""
-        if external_tokens:
-            self._loads[state.request.request_id] = external_tokens
-        else:
+        """Note that a request has blocks; one that loads tokens is counted when its load has ended."""
+        if not external_tokens:
             self._count(state, state.load, 0)
 
     def ended(self, state: RequestState | None, load: Load) -> None:
         """Note the end of a load; without a state, its request ended first."""
-        tokens = self._loads.pop(load.request_id, 0)
         if state is None:
             return
-        if load.state is not State.PLACED:
-            end_tokens = (load.first_chunk + load.placed_chunks) * self._chunk_tokens
-            tokens = min(tokens, max(end_tokens - load.local_tokens, 0))
+        tokens = load.placed_tokens(self._chunk_tokens)
         self._count(state, load, tokens)
         if tokens:
             self._unpriced.append((load.local_tokens, tokens, state.request.num_tokens))

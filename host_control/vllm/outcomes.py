@@ -3,7 +3,6 @@
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +17,11 @@ from shadowserve.tier import Tier
 
 @dataclass(slots=True)
 class _Asked:
-    """A request that waits for its KV. ``why``: reason of a load that fell short."""
+    """A request that waits for its KV."""
 
     span: spans.Span
     began_s: float
     prompt_tokens: int
-    tokens: int = 0
-    why: str = ""
     answer: LookupAnswer | None = None
 
     def why_not_more(self, tokens: int, chunk_tokens: int) -> tuple[str, str]:
@@ -71,7 +68,7 @@ class Outcomes:
         """Follow a request that has its blocks: it loads some tokens, or none, and that is its outcome."""
         if (asked := self._asked.get(load.request_id)) is None or self.lookup is None:
             return
-        asked.answer, asked.tokens = self.lookup.poll(load.request_id), tokens
+        asked.answer = self.lookup.poll(load.request_id)
         if load.operation is not None and tokens:
             load.operation.context = asked.span.context
             return
@@ -80,23 +77,15 @@ class Outcomes:
             reason, detail = asked.why_not_more(load.local_tokens, self._chunk_tokens)
         self.tell(load.request_id, reason, detail, local_tokens=load.local_tokens)
 
-    def short(self, reasons: Mapping[str, str]) -> None:
-        """Note why loads fell short."""
-        for request_id, why in reasons.items():
-            if (asked := self._asked.get(request_id)) is not None:
-                asked.why = asked.why or why
-
     def ended(self, load: Load) -> None:
         """Tell how a load ended."""
         if (asked := self._asked.get(load.request_id)) is None:
             return
-        tokens, local = asked.tokens, load.local_tokens
+        tokens, local = load.placed_tokens(self._chunk_tokens), load.local_tokens
         if load.state is State.PLACED:
             reason, detail = asked.why_not_more(local + tokens, self._chunk_tokens)
         else:
-            reason, detail = str(load.reason) or asked.why, ""
-            placed = (load.first_chunk + load.placed_chunks) * self._chunk_tokens - local
-            tokens = 0 if load.state is State.CANCELLED else min(tokens, max(placed, 0))
+            reason, detail = str(load.reason) or load.why_short, ""
         self.tell(load.request_id, reason, detail, tokens=tokens, local_tokens=local, load=load)
 
     def finished(self, request_id: str, load: Load | None) -> None:

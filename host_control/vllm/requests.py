@@ -36,6 +36,8 @@ class Load(Transfer):
         in_step: A step computes on the load at once, so the request never waits outside the running batch.
         decision: The policy's decision that the load carries out.
         seconds: Longest time that a rank reported for the load; 0 before the first report.
+        why_short: Why it fell short, as some rank tells.
+        tokens: Tokens that it is to bring.
         chunks: Chunks to load of the first group, from ``first_chunk`` on.
         placed_chunks: Leading chunks of these that every rank placed, as far as reported.
         abort_due: The request has ended and the workers have not been notified.
@@ -54,6 +56,8 @@ class Load(Transfer):
     decision: Decision | None = None
     began_s: float = 0.0
     seconds: float = 0.0
+    why_short: str = ""
+    tokens: int = 0
     first_chunk: int = 0
     chunks: int = 0
     placed_chunks: int = 0
@@ -65,6 +69,13 @@ class Load(Transfer):
     def available(self) -> Available | None:
         """Chunks that the workers may fetch by now, as last sent; None: all from the start."""
         return None if self.operation is None else self.operation.available
+
+    def placed_tokens(self, chunk_tokens: int) -> int:
+        """Return how many tokens it has brought, once it has ended."""
+        if self.state is State.PLACED:
+            return self.tokens
+        end_tokens = (self.first_chunk + self.placed_chunks) * chunk_tokens
+        return 0 if self.state is State.CANCELLED else min(self.tokens, max(end_tokens - self.local_tokens, 0))
 
 
 @dataclass(eq=False)

@@ -397,7 +397,7 @@ class SchedulerSide:
         load.on(Event.ALLOCATE)
         if request.num_preemptions:
             self.counts.add("restored_tokens", external_tokens)
-        end_tokens = load.local_tokens + external_tokens
+        load.tokens, end_tokens = external_tokens, load.local_tokens + external_tokens
         if not load.layerwise:  # else the fetch itself names the cold chunks, layer by layer
             self._lookup.begin_load(request.request_id, self._chunks(end_tokens))
         load.in_step = not self.waits(request)
@@ -463,11 +463,11 @@ class SchedulerSide:
     def worker_output(self, finished: set[str] | None, report: WorkerReport) -> None:
         """Follow the workers' reports."""
         self._timing.loaded(report)
-        for request_id in report.seconds.keys() | report.layer_waits.keys():
+        for request_id in report.seconds.keys() | report.layer_waits.keys() | report.reasons.keys():
             if (load := self._loads.get(request_id)) is not None:
                 load.seconds = max(load.seconds, report.seconds.get(request_id, 0.0))
                 load.layer_waits = report.layer_waits.get(request_id, load.layer_waits)
-        self._outcomes.short(report.reasons)
+                load.why_short = load.why_short or report.reasons.get(request_id, "")
         for request_id, chunks in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
                 self._placed(load, chunks)

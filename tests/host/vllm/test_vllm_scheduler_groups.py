@@ -170,6 +170,7 @@ def test_a_step_of_256_requests_of_three_groups_looks_at_each_once(scene: Scene)
     wait_for(lambda: all(side._lookup.poll(name) is not None for name in names))
     tables = dict.fromkeys(names, TABLES)
     assert len(side.step(step(cached={name: (CHUNK, 1) for name in names}, tables=tables)).stores) == 2 * 256
+    wait_for(lambda: not side._timing.reports._differs())  # else the next step wakes the reporting thread
     calls: Counter[str] = Counter()
 
     def count(frame: Any, event: str, argument: Any) -> None:
