@@ -23,8 +23,9 @@
 enum { SIZE = 32 << 20, HALF = SIZE / 2, OPERATIONS = 64, PAGE = 4096, WAIT_MAX_MS = 120000 };
 
 static const char *const access_names[] = {"auto", "uring", "threads", "nvme"};
+static const char *path; /* of the device that is tested */
 
-static struct ss_block *device_open(const char *path, enum ss_block_access access, uint64_t size) {
+static struct ss_block *device_open(enum ss_block_access access, uint64_t size) {
     struct ss_block_options options = {
         .options_size = sizeof options, .path = path, .size = size, .access = access, .core = -1};
     struct ss_block *block = NULL;
@@ -115,9 +116,9 @@ static void test_content(struct ss_block *block, uint8_t *memory, uint8_t *expec
     CHECK(memcmp(memory, expected, HALF) == 0, "the bytes");
 }
 
-static void test_on(const char *path, enum ss_block_access access, uint64_t size) {
-    uint8_t *memory = memory_make(HALF), *expected = malloc(HALF);
-    struct ss_block *block = device_open(path, access, size);
+/* Every test has the device, which it does not close, and HALF bytes of memory. */
+static void test_what_was_written_is_read(struct ss_block *block, uint8_t *memory) {
+    uint8_t *expected = malloc(HALF);
     struct ss_block_statistics statistics;
 
     CHECK(ss_block_size(block) >= SIZE && expected != NULL, "%d bytes are needed", (int)SIZE);
@@ -133,8 +134,6 @@ static void test_on(const char *path, enum ss_block_access access, uint64_t size
     CHECK(statistics.bytes[SS_BLOCK_READ] == (uint64_t)2 * HALF + PAGE && statistics.last_error == 0, "statistics");
     CHECK(statistics.operations[SS_BLOCK_FLUSH] == 2 && statistics.operations[SS_BLOCK_DISCARD] == 1, "statistics");
     printf("%s: %s%s\n", path, ss_block_access_name(block), registered == SS_OK ? ", registered memory" : "");
-    ss_block_close(block);
-    munmap(memory, HALF);
     free(expected);
 }
 
@@ -202,9 +201,7 @@ static void verdicts_await(struct ss_block *block, enum ss_result *verdicts, int
     }
 }
 
-static void test_reads_are_checked(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, SIZE);
-    uint8_t *memory = memory_make(HALF);
+static void test_reads_are_checked(struct ss_block *block, uint8_t *memory) {
     struct stored objects[OBJECTS];
     struct ss_block_operation operations[OBJECTS];
     enum ss_result verdicts[OBJECTS];
@@ -249,8 +246,6 @@ static void test_reads_are_checked(const char *path, enum ss_block_access access
         enum ss_result right = errors[index] == 0 ? objects[index].verdict : SS_NOT_SUPPORTED;
         CHECK(verdicts[index] == right && (errors[index] == 0 || errors[index] == ECANCELED), "object %zu", index);
     }
-    ss_block_close(block);
-    munmap(memory, HALF);
 }
 
 enum {
@@ -374,10 +369,8 @@ static void test_pages_that_are_refused(struct ss_block *block, const uint8_t *c
 #undef REFUSE
 }
 
-static void test_pages(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, SIZE);
+static void test_pages(struct ss_block *block, uint8_t *content) {
     struct paged *paged = calloc(1, sizeof *paged);
-    uint8_t *content = memory_make(HALF);
     struct ss_block_statistics statistics;
 
     paged->memory = memory_make((size_t)BLOCKS * STRIDE);
@@ -401,8 +394,6 @@ static void test_pages(const char *path, enum ss_block_access access) {
     paged_read(block, paged, ECANCELED, SS_NOT_SUPPORTED);
     CHECK(paged->word == 0 && paged->memory[0] == 0xA5, "nothing was begun");
     test_pages_that_are_refused(block, content, paged);
-    ss_block_close(block);
-    munmap(content, HALF);
     munmap(paged->memory, (size_t)BLOCKS * STRIDE);
     free(paged);
 }
@@ -425,8 +416,8 @@ static int32_t last_error(struct ss_block *block, const struct ss_block_operatio
     return error;
 }
 
-static void test_a_device_that_is_taken_away(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, 0);
+static void test_a_device_that_is_taken_away(enum ss_block_access access) {
+    struct ss_block *block = device_open(access, 0);
     uint8_t *memory = memory_make((size_t)5 * PAGE);
     struct ss_block_statistics statistics;
     struct ss_object_fields fields = {.generation = 1, .length = OBJECT_LENGTH};
@@ -485,31 +476,22 @@ static void *submit_many(void *context) {
     return NULL;
 }
 
-static void test_several_threads(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, SIZE);
+static void test_several_threads(struct ss_block *block, uint8_t *arena) {
     struct submitter submitters[3];
     pthread_t threads[3];
 
     for (size_t index = 0; index < 3; index++) {
-        submitters[index] = (struct submitter){block, index * (SIZE / 4), memory_make((size_t)100 * PAGE)};
+        submitters[index] = (struct submitter){block, index * (SIZE / 4), arena + index * 100 * PAGE};
         CHECK(pthread_create(&threads[index], NULL, submit_many, &submitters[index]) == 0, "thread");
     }
-    uint8_t *arena = memory_make(HALF); /* is registered meanwhile */
-    (void)ss_block_register(block, arena, HALF);
+    (void)ss_block_register(block, arena, HALF); /* meanwhile */
     CHECK(await(block, 300, 0) == 300, "each once");
     for (size_t index = 0; index < 3; index++) {
         CHECK(pthread_join(threads[index], NULL) == 0, "join");
     }
-    ss_block_close(block);
-    for (size_t index = 0; index < 3; index++) {
-        munmap(submitters[index].memory, (size_t)100 * PAGE);
-    }
-    munmap(arena, HALF);
 }
 
-static void test_a_file_that_was_cut_off_is_an_error(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, SIZE);
-    uint8_t *memory = memory_make(4 << 20);
+static void test_a_file_that_was_cut_off_is_an_error(struct ss_block *block, uint8_t *memory) {
     struct ss_block_statistics statistics;
 
     CHECK(truncate(path, 1 << 20) == 0, "truncate");
@@ -518,13 +500,9 @@ static void test_a_file_that_was_cut_off_is_an_error(const char *path, enum ss_b
     perform(block, SS_BLOCK_READ, 0, PAGE, memory, 0);
     ss_block_statistics(block, &statistics);
     CHECK(statistics.errors[SS_BLOCK_READ] == 2 && statistics.last_error == EIO && !statistics.gone, "statistics");
-    ss_block_close(block);
-    munmap(memory, 4 << 20);
 }
 
-static void test_closing_ends_everything(const char *path, enum ss_block_access access) {
-    struct ss_block *block = device_open(path, access, SIZE);
-    uint8_t *memory = memory_make(HALF);
+static void test_stopping_ends_everything(struct ss_block *block, uint8_t *memory) {
     struct ss_block_operation operations[OPERATIONS];
     struct ss_block_completion completions[OPERATIONS];
     size_t count = operations_cut(operations, SS_BLOCK_WRITE, HALF, memory);
@@ -536,13 +514,11 @@ static void test_closing_ends_everything(const char *path, enum ss_block_access 
     for (size_t index = 0; index < count; index++) {
         CHECK(completions[index].error == 0 || completions[index].error == ECANCELED, "%d", completions[index].error);
     }
-    ss_block_close(block);
-    munmap(memory, HALF);
 }
 
-static void test_what_is_refused(const char *path) {
+static void test_what_is_refused(void) {
     struct ss_block_options options = {.options_size = sizeof options, .path = path, .size = SIZE, .core = -1};
-    struct ss_block *block = device_open(path, SS_BLOCK_AUTO, SIZE), *other;
+    struct ss_block *block = device_open(SS_BLOCK_AUTO, SIZE), *other;
 
     CHECK(ss_block_open(&options, &other) == SS_OS_ERROR && errno == EBUSY && other == NULL, "in use");
     CHECK(ss_block_register(block, NULL, 4096) == SS_BAD_ARGUMENT, "no memory");
@@ -567,7 +543,7 @@ static int refuse_uring(void) {
     return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
-static void test_without_uring_threads_do_it(const char *path) {
+static void test_without_uring_threads_do_it(void) {
     if (!refuse_uring()) {
         printf("no seccomp here: that io_uring is refused was not tried\n");
         return;
@@ -577,60 +553,66 @@ static void test_without_uring_threads_do_it(const char *path) {
     struct ss_block *block;
     CHECK(ss_block_open(&options, &block) == SS_NOT_SUPPORTED, "refused");
     CHECK(!ss_block_access_available(SS_BLOCK_URING) && ss_block_access_available(SS_BLOCK_THREADS), "available");
-    block = device_open(path, SS_BLOCK_AUTO, SIZE);
+    block = device_open(SS_BLOCK_AUTO, SIZE);
     CHECK(strncmp(ss_block_access_name(block), "threads, ", 9) == 0, "%s", ss_block_access_name(block));
     ss_block_close(block);
 }
 
-static int test_on_device(const char *access_name, const char *path, int is_removed) {
+/* Runs the tests; the last one needs a file. */
+static void test_with(enum ss_block_access access, int is_file) {
+    static void (*const tests[])(struct ss_block * block, uint8_t * memory) = {
+        test_what_was_written_is_read, test_reads_are_checked,        test_pages,
+        test_several_threads,          test_stopping_ends_everything, test_a_file_that_was_cut_off_is_an_error};
+    for (size_t index = 0; index < COUNT_OF(tests) - !is_file; index++) {
+        uint8_t *memory = memory_make(HALF);
+        struct ss_block *block = device_open(access, SIZE);
+        tests[index](block, memory);
+        ss_block_close(block);
+        munmap(memory, HALF);
+    }
+}
+
+static int test_on_device(const char *access_name, int is_removed) {
     size_t index = 0;
     while (index < COUNT_OF(access_names) && strcmp(access_name, access_names[index]) != 0) {
         index++;
     }
     CHECK(index < COUNT_OF(access_names), "there is no access '%s'", access_name);
-    enum ss_block_access access = (enum ss_block_access)index;
     if (is_removed) {
-        test_a_device_that_is_taken_away(path, access);
-        return 0;
+        test_a_device_that_is_taken_away((enum ss_block_access)index);
+    } else {
+        test_with((enum ss_block_access)index, 0);
     }
-    test_on(path, access, 0);
-    test_reads_are_checked(path, access);
-    test_pages(path, access);
-    test_several_threads(path, access);
-    test_closing_ends_everything(path, access);
     return 0;
 }
 
 int main(int argc, char **argv) {
     static const enum ss_block_access accesses[] = {SS_BLOCK_URING, SS_BLOCK_THREADS};
     char file[] = "./test_block-XXXXXX", in_memory[] = "/dev/shm/test_block-XXXXXX";
-    char *paths[] = {file, in_memory};
+    char *paths[] = {in_memory, file};
 
     if (argc >= 3) {
-        return test_on_device(argv[1], argv[2], argc > 3);
+        path = argv[2];
+        return test_on_device(argv[1], argc > 3);
     }
     CHECK(argc == 1, "usage: test_block [auto|uring|threads|nvme DEVICE [removed]]");
     for (size_t which = 0; which < 2; which++) {
         int fd = mkstemp(paths[which]);
         CHECK(fd >= 0 && close(fd) == 0, "%s", paths[which]);
+        path = paths[which];
         for (size_t index = 0; index < COUNT_OF(accesses); index++) {
-            if (test_is_brief() && which != index) {
+            if (test_is_brief() && which == index) {
                 continue; /* tests/native/test_block.py has each on each */
             }
-            if (!ss_block_access_available(accesses[index])) {
+            if (ss_block_access_available(accesses[index])) {
+                test_with(accesses[index], 1);
+            } else {
                 printf("%s: not here\n", access_names[accesses[index]]);
-                continue;
             }
-            test_on(paths[which], accesses[index], SIZE);
-            test_reads_are_checked(paths[which], accesses[index]);
-            test_pages(paths[which], accesses[index]);
-            test_several_threads(paths[which], accesses[index]);
-            test_a_file_that_was_cut_off_is_an_error(paths[which], accesses[index]);
-            test_closing_ends_everything(paths[which], accesses[index]);
         }
-        test_what_is_refused(paths[which]);
+        test_what_is_refused();
     }
-    test_without_uring_threads_do_it(file);
+    test_without_uring_threads_do_it();
     CHECK(unlink(file) == 0 && unlink(in_memory) == 0, "unlink");
     return 0;
 }

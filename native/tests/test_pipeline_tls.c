@@ -149,6 +149,9 @@ static SSL_CTX *make_server_context(const char *path) {
 
 /* ---- The client ------------------------------------------------------------------------------------------------ */
 
+static struct ss_tls *tls;
+static SSL_CTX *context; /* the server's */
+
 static enum ss_result shake_hands(struct ss_tls_session *session, int socket) {
     for (;;) {
         uint32_t events;
@@ -161,15 +164,18 @@ static enum ss_result shake_hands(struct ss_tls_session *session, int socket) {
     }
 }
 
+/* Connections through a relay of their own. */
 struct link {
+    struct relay relay;
     int32_t sockets[SOCKETS];
     struct ss_tls_session *sessions[SOCKETS];
 };
 
-static void link_open(struct link *link, struct ss_tls *trust, uint16_t port) {
+static void link_open(struct link *link, struct bench *bench, size_t cut_after) {
+    relay_start(&link->relay, context, bench->server, cut_after);
     for (int i = 0; i < SOCKETS; i++) {
-        link->sockets[i] = server_connect_port(port);
-        CHECK_EQUAL(ss_tls_session_create(trust, link->sockets[i], "127.0.0.1", &link->sessions[i]), SS_OK);
+        link->sockets[i] = server_connect_port(link->relay.port);
+        CHECK_EQUAL(ss_tls_session_create(tls, link->sockets[i], "127.0.0.1", &link->sessions[i]), SS_OK);
         CHECK_EQUAL(shake_hands(link->sessions[i], link->sockets[i]), SS_OK);
     }
 }
@@ -179,6 +185,7 @@ static void link_close(struct link *link) {
         ss_tls_session_destroy(link->sessions[i]);
         close(link->sockets[i]);
     }
+    relay_stop(&link->relay);
 }
 
 static struct ss_batch *batch_begin(struct bench *bench, struct link *link) {
@@ -189,15 +196,10 @@ static struct ss_batch *batch_begin(struct bench *bench, struct link *link) {
 
 /* ---- Tests ----------------------------------------------------------------------------------------------------- */
 
-static struct ss_tls *tls;
-static SSL_CTX *context;
-
 /* Several of TLS's records are in a chunk. */
 PIPELINE_TEST(test_batches, (shape->chunks = 6, shape->vectors = 128), AS_BEFORE) {
-    struct relay relay;
     struct link link;
-    relay_start(&relay, context, bench->server, 0);
-    link_open(&link, tls, relay.port);
+    link_open(&link, bench, 0);
     for (int repeat = 0; repeat < 3; repeat++) {
         struct ss_batch *batch = batch_begin(bench, &link);
         CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_OK);
@@ -213,23 +215,19 @@ PIPELINE_TEST(test_batches, (shape->chunks = 6, shape->vectors = 128), AS_BEFORE
     batch->deadline_ns = after_ms(200);
     CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_DEADLINE);
     link_close(&link);
-    relay_stop(&relay);
 }
 
 /* Wherever the stream ends, what is delivered is right, and the rest is known to be missing. */
 PIPELINE_TEST(test_cut_off, (shape->chunks = 6, shape->vectors = 256), AS_BEFORE) {
     for (uint64_t part = 1; part < 8; part += 2) {
-        struct relay relay;
         struct link link;
-        relay_start(&relay, context, bench->server, 1 + bench->fixture->stored_bytes * part / 16);
-        link_open(&link, tls, relay.port);
+        link_open(&link, bench, 1 + bench->fixture->stored_bytes * part / 16);
         struct ss_batch *batch = batch_begin(bench, &link);
         CHECK_EQUAL(pipeline_fetch(bench->pipeline, batch, link.sockets, SOCKETS), SS_DISCONNECTED);
         for (uint32_t i = 0; i < batch->piece_count && batch->pieces[i].result == SS_OK; i++) {
             CHECK(fixture_matches(bench->fixture, batch, i));
         }
         link_close(&link);
-        relay_stop(&relay);
     }
 }
 
@@ -240,11 +238,9 @@ static enum ss_result put(struct bench *bench, struct link *link, uint64_t deadl
 }
 
 PIPELINE_TEST(test_put, shape->vectors = 2048, AS_BEFORE) {
-    struct relay relay;
     struct link link;
     char error[64];
-    relay_start(&relay, context, bench->server, 0);
-    link_open(&link, tls, relay.port);
+    link_open(&link, bench, 0);
     for (int repeat = 0; repeat < 3; repeat++) {
         CHECK_EQUAL(put(bench, &link, after_patience(), error, sizeof error), SS_OK);
     }
@@ -254,7 +250,6 @@ PIPELINE_TEST(test_put, shape->vectors = 2048, AS_BEFORE) {
     bench_fault(bench, 0, FAULT_STALL);
     CHECK_EQUAL(put(bench, &link, after_ms(100), error, sizeof error), SS_DEADLINE);
     link_close(&link);
-    relay_stop(&relay);
 }
 
 static void test_what_cannot_be(void) {
