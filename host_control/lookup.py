@@ -10,7 +10,7 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
@@ -159,6 +159,7 @@ class PrefixLookup:
 
     Attributes:
         reach: Engines that learn of published chunks, a ``Reach`` of the wire, as a data plane told last.
+        publications: Published chunks, for the steps that compute them.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class PrefixLookup:
         self._lookups: dict[str, _Lookup] = {}
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shadowserve-lookup")
         self._late = ThreadPoolExecutor(1, thread_name_prefix="shadowserve-late-lookup")
-        self._publications = Publications(self._prober.of_any, self._publish, timeout)
+        self.publications = Publications(self._prober.of_any, self._publish, timeout)
         self._cold_loads = ColdLoads()
         if enabled:
             # So that the first request's deadline does not pay for the connection.
@@ -353,29 +354,17 @@ class PrefixLookup:
             last *= 2
         return max(end - last, 0)
 
-    def begin_step(self) -> None:
-        """Note that a step is scheduled."""
-        self._publications.begin_step()
-
-    def computed(self, request_id: str, chunk_keys: Collection[bytes]) -> None:
-        """Note that the step that was scheduled last computes chunks: their publication is renewed until its end."""
-        self._publications.computed(request_id, chunk_keys)
-
-    def end_step(self) -> None:
-        """Note the end of the oldest step in flight."""
-        self._publications.end_step()
-
     def forget(self, request_id: str) -> None:
         """Drop a request that has ended, and withdraw what it published and did not compute."""
         with self._lock:
             lookup = self._lookups.pop(request_id, None)
-        self._publications.withdraw(request_id)
+        self.publications.withdraw(request_id)
         self._cold_loads.end(request_id)
         if lookup is not None and lookup.future is not None:
             lookup.future.cancel()
 
     def close(self) -> None:
-        self._publications.close()
+        self.publications.close()
         self._cold_loads.close()
         self._late.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -617,7 +606,7 @@ class PrefixLookup:
                 self._resolve(lookup, self._late_answer(lookup))
             self._probe_again(lookup)
 
-        self._publications.wait(lookup.wanted[index], layouts, lookup.waits_until, then)
+        self.publications.wait(lookup.wanted[index], layouts, lookup.waits_until, then)
 
     def _offer_pending(self, lookup: _Lookup, best: Probe) -> None:
         """Count pending chunks as stored, and report from now on how many of them are."""
@@ -644,7 +633,7 @@ class PrefixLookup:
             lookup.available = Available(stored, "")
             middle = wanted[before + pending[len(pending) // 2]]
             again = functools.partial(self._poll_pending, lookup, wanted, probe.shard_layout)
-            self._publications.wait(middle, [probe.shard_layout], lookup.waits_until, again)
+            self.publications.wait(middle, [probe.shard_layout], lookup.waits_until, again)
         else:
             lookup.available = Available(stored, Reason.COMPLETE if stored >= len(wanted) else Reason.PUBLISHED_GONE)
 
@@ -681,9 +670,9 @@ class PrefixLookup:
             if not there and lookup.disaggregation.may_store(end)
         ]
         if absent:
-            self._publications.publish(lookup.request_id, absent, lookup.disaggregation.publishes)
+            self.publications.publish(lookup.request_id, absent, lookup.disaggregation.publishes)
         if self._lookups.get(lookup.request_id) is not lookup:  # it ended before there was anything to withdraw
-            self._publications.withdraw(lookup.request_id)
+            self.publications.withdraw(lookup.request_id)
 
     def _publish(self, chunk_keys: Sequence[bytes], seconds: float) -> None:
         """Publish all ranks' records of some chunks; 0 seconds: withdraw them."""

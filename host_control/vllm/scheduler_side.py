@@ -585,7 +585,7 @@ class SchedulerSide:
                 request_id in self._loads and not self._loads[request_id].in_step for request_id in self._requests
             )
         begin = sum(not load.in_step for load in new)
-        self._lookup.begin_step()
+        self._lookup.publications.begin_step()
         self._timing.step(output, waits=len(asynchronous) < len(self._loads), loads=len(asynchronous), begin=begin)
         for load in new:
             assert load.operation is not None
@@ -635,7 +635,7 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """Follow the end of the oldest step in flight, whose output vLLM has taken."""
-        self._lookup.end_step()
+        self._lookup.publications.end_step()
         learnt = self._timing.stepped(idle=not self._requests)
         if self._policy_runner is not None:
             self._policy_runner.stepped(learnt=learnt)

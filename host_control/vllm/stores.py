@@ -90,7 +90,7 @@ class Stores:
                 state, tables, chunk_keys, tail_keys[0], state.tail_end, published=published, lasts_s=lasts_s
             )
         if published:
-            self._lookup.computed(request.request_id, [*chunk_keys[known:end], *tail_keys])
+            self._lookup.publications.computed(request.request_id, [*chunk_keys[known:end], *tail_keys])
         return stores
 
     def _complete_chunks(self, present: Sequence[Flags]) -> int:

@@ -188,7 +188,7 @@ def test_absent_chunks_are_published_repeatedly_and_withdrawn_at_the_end(
     )
     plane.wait_for_call("Publish", 4)
     assert plane.published is not None and set(plane.published) == set(keys(*LINKS[1:]))
-    lookup.computed("r", LINKS[:3])
+    lookup.publications.computed("r", LINKS[:3])
     lookup.forget("r")
     wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS[1:3])))
     lookup.submit("again", TOKENS, disaggregation=Disaggregation(publishes=WAIT_MAX_S))
@@ -203,7 +203,7 @@ def test_a_chunk_that_a_rank_has_dropped_is_not_published_again(lookup: PrefixLo
     """Neither while others are computed, nor when its request ends."""
     asked(lookup, "r", TOKENS, disaggregation=Disaggregation(publishes=0.1))
     wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
-    lookup.computed("r", LINKS[:2])
+    lookup.publications.computed("r", LINKS[:2])
     plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)  # one may have been in flight
     withdraw(plane, LINKS[1])
     plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)
@@ -216,13 +216,13 @@ def test_chunks_are_pending_until_the_end_of_a_long_step(lookup: PrefixLookup, p
     """Symptom: where a step took longer than pd_timeout_s, the decode engine computed what it could have waited for."""
     asked(lookup, "r", TOKENS, disaggregation=Disaggregation(publishes=0.1))
     wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
-    lookup.begin_step()
-    lookup.computed("r", LINKS[:2])
-    lookup.begin_step()  # as vLLM does with asynchronous scheduling
+    lookup.publications.begin_step()
+    lookup.publications.computed("r", LINKS[:2])
+    lookup.publications.begin_step()  # as vLLM does with asynchronous scheduling
     plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)
     withdraw(plane, LINKS[0])  # as at the end of its time
     wait_for(lambda: set(plane.published or ()) == set(keys(*LINKS)))
-    lookup.end_step()
+    lookup.publications.end_step()
     plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)  # one may have been in flight
     withdraw(plane, LINKS[0])
     plane.wait_for_call("Publish", plane.calls.count("Publish") + 2)
@@ -327,7 +327,7 @@ def test_a_forgotten_request_is_not_polled_for_any_more(early: PrefixLookup, pla
     asked(early, "r", TOKENS, disaggregation=WAITS)
     early.forget("r")
     store(plane, *LINKS)
-    wait_for(lambda: not early._publications._waits)
+    wait_for(lambda: not early.publications._waits)
     assert early.available("r") is None
     before = plane.calls.count("Lookup")
     asked(early, "another", [7, *TOKENS])
