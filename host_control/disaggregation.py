@@ -131,7 +131,7 @@ class Publications(Background):
         self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
         self._steps: deque[list[tuple[_Published, Collection[bytes]]]] = deque()
-        """What each step in flight computes, the oldest first; for the engine's thread."""
+        """Chunks that each step in flight computes, the oldest first; for the engine's thread."""
         self._withdrawn: list[list[bytes]] = []
 
     def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:

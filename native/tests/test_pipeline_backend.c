@@ -2,8 +2,8 @@
 /*
  * test_pipeline_backend.c - a backend of which a channel does not open, or a thread stands still
  *
- * It is the software backend but for these calls. What an accelerator does otherwise (works in flight that end late, in
- * any order, or fail) test_pipeline_doca.c shows with the emulator.
+ * It is the software backend but for these calls. test_pipeline_doca.c shows with the emulator how works of an
+ * accelerator end late, in any order, or fail.
  */
 #include "backends/backend.h"
 #include "pipeline/internal.h"
