@@ -118,12 +118,13 @@ class _Steps:
 @whole("--learning", 8, "Rounds in which the policy learns; they do not count.")
 @whole("--rounds", 12, "Least rounds that count.", 6)
 @whole("--rounds-max", 240, "Most rounds, if intervals are too wide.")
+@whole("--seconds", 330, "Seconds after which no more rounds begin than the least.")
 @whole("--phase-steps", 24, "Steps of a phase.", 2, LEARNING_STEPS)
 @folder_option("Folder of the device's file. [default: memory, if it has space]")
 def budget(
     report: Report, programs: Programs, model: Model, load: Load, kinds: list[str],
     read_chunks: int, chunk_kib: int, turns: int, batch: int, learning: int, rounds: int, rounds_max: int,
-    phase_steps: int, folder: Path | None,
+    seconds: int, phase_steps: int, folder: Path | None,
 ) -> None:  # fmt: skip
     """Measure reads beside writes, and decoding beside transfers within the budget."""
     if READS in kinds:
@@ -144,7 +145,7 @@ def budget(
         decoding.round(within, LEARNING_STEPS, _Steps())
     beside = [CONTROL, *within, *(_name(kind, within=False) for kind in movings)]
     judged = [steps.over[name] for name in within]
-    for number in rounds_until_narrow(rounds, rounds_max, judged):
+    for number in rounds_until_narrow(rounds, rounds_max, judged, seconds):
         decoding.round(beside[:: -1 if number % 2 else 1], phase_steps, steps)
     for moving in movings.values():
         moving.verify()
