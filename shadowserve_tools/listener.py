@@ -42,13 +42,19 @@ class Listener:
         return words[self.protocol]
 
 
-def identify(address: str, *, encrypted: bool = False) -> Listener:
-    """Return the program that listens on ``host:port`` or ``unix:/path``; ValueError: the address is malformed.
+def identify(address: str, *, encrypted: bool = False, certificate: str = "", key: str = "") -> Listener:
+    """Return the program that listens on ``host:port`` or ``unix:/path``.
 
-    ``encrypted``: it is known to speak TLS.
+    Args:
+        encrypted: It is known to speak TLS.
+        certificate: File of the client's certificate, and ``key`` that of its private key, for a server that logs
+            clients without one as failures.
+
+    Raises:
+        ValueError: The address is malformed.
     """
     if encrypted:
-        return _behind_tls(address)
+        return _behind_tls(address, certificate, key)
     with _connected(address) as plain:
         plain.sendall(b"PING\r\n\r\n")  # the empty line ends an HTTP request; RESP ignores it
         first = _first_bytes(plain)
@@ -110,13 +116,15 @@ def _first_bytes(connection: socket.socket) -> bytes:
     return found
 
 
-def _behind_tls(address: str) -> Listener:
+def _behind_tls(address: str, certificate: str = "", key: str = "") -> Listener:
     """Return the kind of a server that does not answer a plain PING. Its certificate is not checked."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
     try:
+        if certificate:
+            context.load_cert_chain(certificate, key or None)
         with _connected(address) as plain, context.wrap_socket(plain) as wrapped:
             return Listener("http2" if wrapped.selected_alpn_protocol() == "h2" else "tls", encrypted=True)
     except OSError:

@@ -445,7 +445,8 @@ def source(where: str, login: Mapping[str, Any], *, watches: bool, server_name: 
     protocol = "http2" if where.startswith("unix:") else "resp"
     storage = None if where.startswith("unix:") else Login.at(where, server_name=server_name, **login)
     try:
-        protocol = identify(where, encrypted=credentials is not None).protocol
+        own = {"certificate": login["tls_cert"], "key": login["tls_key"]}
+        protocol = identify(where, encrypted=credentials is not None, **own).protocol
     except ConnectionRefusedError as error:
         if storage is not None:
             storage.context()  # unusable certificates are the first error

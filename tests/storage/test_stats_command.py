@@ -130,6 +130,8 @@ def test_it_speaks_tls(start: Start, certificates: Path) -> None:
     where = ("--port", str(child.port), "--json", "--tls-ca", str(certificates / "ca.crt"))
     own = ("--tls-cert", str(certificates / "client.crt"), "--tls-key", str(certificates / "client.key"))
     assert stats(*where, *own).exit_code == 0
+    # Symptom: the server logged a failed handshake for each call with a certificate.
+    assert not any("tls_failed" in line for line in child.log), child.log
     without = stats(*where)
     assert without.exit_code == 1 and "--tls-cert" in without.output
     plain = stats("--port", str(child.port))
