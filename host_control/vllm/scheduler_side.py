@@ -635,7 +635,8 @@ class SchedulerSide:
 
     def stepped(self) -> None:
         """Follow the end of the oldest step in flight, whose output vLLM has taken."""
-        self._lookup.publications.end_step()
+        if self._serves:
+            self._lookup.publications.end_step()
         learnt = self._timing.stepped(idle=not self._requests)
         if self._policy_runner is not None:
             self._policy_runner.stepped(learnt=learnt)

@@ -274,7 +274,7 @@ def left_behind(engine: Any) -> dict[str, Any]:
     kept |= {name: getattr(worker.loads, name) for name in _OF_LOADS}
     kept |= {"layerwise": worker.loads.layers.requests, "saves": worker.stores._saves}
     kept |= {"loaded": worker.loads._report.loaded, "seconds": worker.loads._report.seconds}
-    kept |= {"lookups": side._lookup._lookups, "published": side._lookup._publications._published}
+    kept |= {"lookups": side._lookup._lookups, "published": side._lookup.publications._published}
     kept |= {"waiting": side.waiting._entries, "begun": side.waiting._begun}
     if side._policy_runner is not None:
         kept["first tokens"] = side._policy_runner._waiting

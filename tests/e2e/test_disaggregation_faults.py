@@ -75,7 +75,7 @@ class Sides:
         def waits() -> bool:
             self.decode.forget(name)
             self.decode.submit(name, TOKENS, disaggregation=Disaggregation(waits=WAIT_MAX_S))
-            wait_for(lambda: self.decode.poll(name) or self.decode._publications._waits)
+            wait_for(lambda: self.decode.poll(name) or self.decode.publications._waits)
             return self.decode.poll(name) is None
 
         wait_for(waits)
@@ -96,7 +96,7 @@ class Sides:
 
         assert self.queue.offer(KEYS[first:end], gather, chained=False, published=True) == end - first
         assert self.queue.flush(WAIT_MAX_S)
-        self.prefill.computed("r", LINKS[first:end])
+        self.prefill.publications.computed("r", LINKS[first:end])
 
     def begin(self) -> None:
         """The decode engine loads the available chunks and waits for the others."""
