@@ -11,9 +11,7 @@ compared with the phases before and after it. Medians of steps are compared for 
 which come in bursts. ``_of_fastest`` is the same for the fastest tenth of a phase's steps, which other programs slow
 down least; fetches beside them are steady. A control is measured as often as each load: it waits as long as a fetch,
 and moves nothing. Its interval is the noise of the machine. Rounds end when the intervals are narrow, or with the time.
-A slowdown has a result if its interval is narrow, or on one side of the goal. ``_in_proportion`` is the slowdown
-without a bound, times the rate within the budget over that without. It is an estimate, without a goal: it assumes that
-a slowdown is proportional to the rate, and other programs' noise counts less in it.
+A slowdown has a result if its interval is narrow, or on one side of the goal.
 
 Prediction: strict order costs reads 1 to 3 %. A GB/s of fetches costs a step 4 to 6 %, so the budget of 2 % leaves
 0.2 to 0.3 GB/s, with a slowdown of 0.01 to 0.015; unbounded, 0.1 at 2 GB/s. All kinds of KV the same. Pages: 0.005
@@ -363,8 +361,6 @@ def _report_steps(report: Report, steps: _Steps, movings: dict[str, _Moving]) ->
                 fastest = [each - 1 for each in steps.fastest_over[name]]
                 report.interval(f"{prefix}decode_step_slowdown_of_fastest{suffix}", fastest, FASTEST)
         left, unbound = ([rate / 1e9 for rate in steps.rates[name]] for name in (within, free))
-        scaled = [(each - 1) * share for each, share in zip(steps.over[free], over(left, unbound), strict=True)]
-        report.interval(f"{prefix}decode_step_slowdown_in_proportion", scaled, "none; an estimate")
         report.interval(f"{prefix}rate_left_GB_per_s", left, "none")
         report.ratio(f"{prefix}rate_off_GB_per_s", unbound, "none")
         report.ratio(f"{prefix}cost_for_each_GB_per_s", [moving.policy.cost], "none; as the policy has learned it")
