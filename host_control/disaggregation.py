@@ -130,8 +130,9 @@ class Publications(Background):
         self._timeout = timeout
         self._waits: list[_Wait] = []
         self._published: dict[str, _Published] = {}
-        self._steps: deque[list[tuple[_Published, Collection[bytes]]]] = deque()
-        """Chunks that each step in flight computes, the oldest first; for the engine's thread."""
+        self._begun = self._ended = 0  # number of steps; for the engine's thread, as the next one
+        self._computing: deque[tuple[int, _Published, Collection[bytes]]] = deque()
+        """Chunks of steps in flight, by the step's number."""
         self._withdrawn: list[list[bytes]] = []
 
     def wait(self, chunk_key: bytes, layouts: Iterable[int], until: float, then: Callable[[bool], None]) -> None:
@@ -152,7 +153,7 @@ class Publications(Background):
 
     def begin_step(self) -> None:
         """Note that a step is scheduled."""
-        self._steps.append([])
+        self._begun += 1
 
     def computed(self, request_id: str, chunk_keys: Collection[bytes]) -> None:
         """Note that the step that was scheduled last computes chunks, and that they are stored at its end.
@@ -163,9 +164,9 @@ class Publications(Background):
             with self._condition:
                 for chunk_key in chunk_keys:
                     published.chunk_keys.pop(chunk_key, None)
-                if self._steps:
+                if self._begun > self._ended:
                     published.computing.update(chunk_keys)
-                    self._steps[-1].append((published, chunk_keys))
+                    self._computing.append((self._begun, published, chunk_keys))
 
     def end_step(self) -> None:
         """Note the end of the oldest step in flight: its chunks stay pending, for half of their time at least.
@@ -173,7 +174,9 @@ class Publications(Background):
         They are not published again: a rank that dropped a chunk has withdrawn it, and no engine should wait for that
         one.
         """
-        for published, chunk_keys in self._steps.popleft() if self._steps else ():
+        self._ended = min(self._ended + 1, self._begun)
+        while self._computing and self._computing[0][0] <= self._ended:
+            _, published, chunk_keys = self._computing.popleft()
             with self._condition:
                 published.computing.difference_update(chunk_keys)
 
