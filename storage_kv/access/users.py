@@ -26,6 +26,8 @@ _DENIALS_MAX: Final = 128  # as Redis' acllog-max-len
 _SAME_DENIAL_S: Final = 60.0  # as Redis
 _FILE_BYTES_MAX: Final = 16 << 20
 
+_NO_PASSWORD: Final = (b"~", b"%", b"&", b"+", b"-", b"(", b"tenant=")
+"""Beginnings of rules that are shown in messages."""
 _FRESH_DEFAULT: Final = (b"on", b"nopass", b"~*", b"&*", b"+@all")
 
 
@@ -62,14 +64,14 @@ def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
         return None
     name, rules = parsed
     user = User(name)
-    for rule in rules:
+    for number, rule in enumerate(rules, 1):
         try:
             user.apply(rule, commands)
         except RuleError as error:
-            # A clear-text password must not appear in messages and logs, also where its digest should stand.
-            secret = rule[:1] in (b">", b"<", b"#", b"!")
-            shown = (rule[:1] + b"..." if secret else rule).decode("utf-8", "backslashreplace")
-            raise RuleError(f"in '{shown}' of user {name.decode('utf-8', 'backslashreplace')}: {error}") from None
+            # A password must not appear in messages and logs, not even with a wrong sign, without one, or with a space.
+            shown = (rule if rule.lower().startswith(_NO_PASSWORD) else rule[:1] + b"...").decode(errors="replace")
+            told = f"in rule {number} ('{shown}') of user {name.decode('utf-8', 'backslashreplace')}: {error}"
+            raise RuleError(told) from None
     return user
 
 

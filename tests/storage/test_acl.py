@@ -155,9 +155,9 @@ def test_the_fuzzing_corpus_of_users_files_still_gives_its_results(tmp_path: Pat
             assert b"users: " + b" ".join(names) == expected, path.name
 
 
-@pytest.mark.parametrize("sign", ["<", "#", "!"])
+@pytest.mark.parametrize("sign", ["<", "#", "!", "", ">first "])
 def test_error_messages_about_a_users_file_show_no_passwords(tmp_path: Path, sign: str) -> None:
-    """Symptom: a password that was written with # instead of > was in the message and in the log."""
+    """Symptom: a password with # instead of >, without a sign or behind a space was in the message and in the log."""
     file = tmp_path / "users.acl"
     file.write_text(f"user alice on {sign}secret-word\n")
     with pytest.raises(ConfigurationError) as caught:
