@@ -77,10 +77,12 @@ def throwaway(folder: Path) -> Iterator[Throwaway]:
     layer = folder / "layer"
     for name in ("layer", "root"):
         (folder / name).mkdir()
-    options = f"lowerdir=/,upperdir={layer / 'changes'},workdir={layer / 'scratch'}"
-    # In memory: an installation writes ten thousand files, which need no disk.
+    options = f"lowerdir={layer / 'hidden'}:/,upperdir={layer / 'changes'},workdir={layer / 'scratch'}"
+    # In memory: an installation writes ten thousand files, which need no disk. A device 0:0 hides what is below it.
     mount = f"""
-        mount -t tmpfs -o size=2g tmpfs {layer} && mkdir {layer / "changes"} {layer / "scratch"} &&
+        mount -t tmpfs -o size=2g tmpfs {layer} && mkdir -p {layer / "changes"} {layer / "scratch"} &&
+        mkdir -p {layer / "hidden/etc"} &&
+        {{ [ ! -e /etc/shadowserve ] || mknod {layer / "hidden/etc/shadowserve"} c 0 0; }} &&
         mount -t overlay overlay -o {options} {folder / "root"} &&
         mount -t proc -o ro proc {folder / "root/proc"} && mount --rbind /dev {folder / "root/dev"} &&
         echo mounted && exec sleep infinity
