@@ -1,9 +1,9 @@
 """P/D disaggregation: prompts that one engine computes and another one continues with.
 
-The prefill engine *publishes* the chunks that it found absent, publishes them again while the request lives, and
-withdraws those that it will not store after all. The decode engine finds chunks that are pending and waits for them, in
-polls that ask for all requests together: its lookup waits for the first chunk, and then its load waits for the rest.
-Where no load may wait, the lookup waits for all of them.
+The prefill engine *publishes* the chunks that it found absent, publishes them again until the step that computes them
+has ended, and withdraws those that it will not store after all. The decode engine finds chunks that are pending and
+waits for them, in polls that ask for all requests together: its lookup waits for the first chunk, and then its load
+waits for the rest. Where no load may wait, the lookup waits for all of them.
 
 Where two engines share a prompt, the whole blocks behind its last chunk, its *tail*, have a record of their own: a
 chunk's record, padded with zeros. The key tells its length.

@@ -69,9 +69,9 @@ def _user_of(line: bytes, commands: Mapping[str, Described]) -> User | None:
             user.apply(rule, commands)
         except RuleError as error:
             # A password must not appear in messages and logs, not even with a wrong sign, without one, or with a space.
-            shown = (rule if rule.lower().startswith(_NO_PASSWORD) else rule[:1] + b"...").decode(errors="replace")
-            told = f"in rule {number} ('{shown}') of user {name.decode('utf-8', 'backslashreplace')}: {error}"
-            raise RuleError(told) from None
+            shown = rule if rule.lower().startswith(_NO_PASSWORD) else rule[:1] + b"..."
+            where = b"in rule %d ('%s') of user %s" % (number, shown, name)
+            raise RuleError(f"{where.decode('utf-8', 'backslashreplace')}: {error}") from None
     return user
 
 

@@ -412,7 +412,7 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
 
 DECODERS(elements_decode, ss_kvrans_making)
 
-/* What is decoded are entries, as if they were the bytes of the indices. */
+/* decode_elements() decodes entries as if they were the bytes of the indices. */
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
     const struct ss_kvrans_making making = {
