@@ -7,6 +7,7 @@
 #include <openssl/x509v3.h>
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -64,6 +65,9 @@ static int relay_step(SSL *ssl, int behind, size_t *left) {
 static void *relay_serve(void *argument) {
     struct relayed relayed = *(struct relayed *)argument;
     free(argument);
+    sigset_t broken_pipe; /* OpenSSL raises SIGPIPE in the thread that writes to a closed connection: only here */
+    CHECK(sigemptyset(&broken_pipe) == 0 && sigaddset(&broken_pipe, SIGPIPE) == 0);
+    CHECK(pthread_sigmask(SIG_BLOCK, &broken_pipe, NULL) == 0);
     size_t left = relayed.relay->cut_after > 0 ? relayed.relay->cut_after : SIZE_MAX;
     struct sockaddr_in address = {
         .sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK), .sin_port = relayed.relay->target};
