@@ -14,8 +14,10 @@
 
 enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
-    LANES_128_CELLS = 32 * 1024,   /* each lane costs a byte and a half: of one KV head lossless, 64 more are 0.2 % */
+    LANES_128_CELLS = 32 * 1024,   /* the smallest blocks with so many lanes: each lane costs a byte and a half */
     LANES_256_CELLS = 192 * 1024,
+    LANES_128_CELLS_OF_MANY = 16 * 1024, /* where more blocks follow: of one KV head lossless, 128 more are 0.4 % */
+    LANES_256_CELLS_OF_MANY = 32 * 1024,
     SAVED_LEAST = 32, /* coding must save more than this fraction of the bytes, or they are stored */
     SAMPLE_COLUMNS = 64,
     SAMPLE_STRETCH = 16, /* columns side by side */
@@ -261,16 +263,30 @@ static int sample_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans
                 (size_t)rows * SAMPLE_COLUMNS);
 }
 
+/*
+ * lanes_choose() returns the number of lanes of a block. More lanes decode faster: each symbol of a lane waits for the
+ * one before. 'many': more than one block is in the stream. Then most blocks are of the second planes of lossless
+ * elements, which are stored, so that lanes are a smaller part of the bytes.
+ */
+static uint32_t lanes_choose(uint32_t rows, uint32_t columns, int many) {
+    const size_t cells = (size_t)rows * columns;
+
+    if (rows > 128 && cells >= (many ? LANES_256_CELLS_OF_MANY : LANES_256_CELLS)) {
+        return 256;
+    }
+    return rows > 64 && cells >= (many ? LANES_128_CELLS_OF_MANY : LANES_128_CELLS) ? 128 : 64;
+}
+
 /* block_encode() appends one block, coded where that pays. */
 static void block_encode(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder,
-                         const uint8_t *source, uint32_t rows, uint32_t columns, struct writer *writer) {
+                         const uint8_t *source, uint32_t rows, uint32_t columns, int many, struct writer *writer) {
     struct ss_kvrans_plan *plan = &encoder->plan;
     const size_t cells = (size_t)rows * columns;
     const struct writer before = *writer;
     struct ss_kvrans_extremes extremes;
 
     plan->rows = rows;
-    plan->lanes = rows > 128 && cells >= LANES_256_CELLS ? 256 : rows > 64 && cells >= LANES_128_CELLS ? 128 : 64;
+    plan->lanes = lanes_choose(rows, columns, many);
     if (sample_pays(kernels, encoder, source, rows, columns)) {
         plan->columns = columns;
         kernels->transpose(plan, source, &extremes);
@@ -313,6 +329,7 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
     struct ss_kvrans_encoder *encoder = encoder_find(columns);
     struct writer writer = {.start = target, .space = target_size};
     size_t rows = size / columns;
+    const int many = rows > SS_KVRANS_ROWS_MAX;
 
     if (encoder == NULL) {
         return SS_NO_MEMORY;
@@ -323,7 +340,7 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
     }
     while (rows > 0 && writer.size <= target_size) {
         uint32_t now = rows < SS_KVRANS_ROWS_MAX ? (uint32_t)rows : SS_KVRANS_ROWS_MAX;
-        block_encode(kernels, encoder, source, now, columns, &writer);
+        block_encode(kernels, encoder, source, now, columns, many, &writer);
         source += (size_t)now * columns;
         rows -= now;
     }
