@@ -286,18 +286,44 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
 }
 
 /*
- * place_of() returns where in a line a column is: unpacking bytes works inside 128-bit lanes. So for elements of two
- * bytes lane k has columns 8k to 8k + 7 and then 32 + 8k to 32 + 8k + 7; for four, 4k to 4k + 3, then 16 + 4k and so
- * on.
+ * A tile is turned STRIP columns at a time. tile_turn() then has its rows in sets of four, which are STRIP rows apart:
+ * a set is four registers, with a quarter of each of the rows.
  */
-TARGET_INLINE uint32_t place_of(uint32_t column, uint32_t size) {
-    if (size == 2) {
-        return column % 32 / 8 * 16 + column / 32 * 8 + column % 8;
-    }
-    return size == 4 ? column % 16 / 4 * 16 + column / 16 * 4 + column % 4 : column;
+enum { STRIP = 16, SETS = SS_KVRANS_ROWS_MAX / 4, SET_BYTES = 4 * TILE_COLUMNS };
+
+/* row_of() returns the first row of a set. */
+TARGET_INLINE size_t row_of(uint32_t set) {
+    return set / STRIP * GROUP + set % STRIP;
 }
 
-/* row_merge2() and row_merge4() write 64 elements of a row past the caches. 'first' is in the order of place_of(). */
+/*
+ * rows_join() loads the rows of a set of elements of 'size' bytes. Unpacking bytes works inside 128-bit lanes, so of
+ * two bytes lane k has columns 8k to 8k + 7 and then 32 + 8k to 32 + 8k + 7; of four, 4k to 4k + 3, then 16 + 4k and so
+ * on.
+ */
+TARGET_INLINE void rows_join(const uint8_t *turned, uint32_t size, __m512i *rows) {
+    const __m512i even2 = _mm512_setr_epi64(0, 8, 1, 9, 4, 12, 5, 13);
+    const __m512i even4 = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+    __m512i quarters[4], halves[4];
+
+    for (int quarter = 0; quarter < 4; quarter++) {
+        quarters[quarter] = _mm512_load_si512(turned + 64 * quarter);
+    }
+    if (size == 1) {
+        quarters_join(quarters, rows);
+        return;
+    }
+    quarters_pair(quarters, halves);
+    for (int row = 0; row < 4; row++) {
+        const __m512i first = halves[row / 2 * 2], second = halves[row / 2 * 2 + 1];
+        rows[row] = size == 2 ? _mm512_permutex2var_epi64(
+                                    first, row % 2 == 0 ? even2 : _mm512_or_si512(even2, _mm512_set1_epi64(2)), second)
+                              : _mm512_permutex2var_epi32(
+                                    first, row % 2 == 0 ? even4 : _mm512_or_si512(even4, _mm512_set1_epi32(4)), second);
+    }
+}
+
+/* row_merge2() and row_merge4() write 64 elements of a row past the caches. 'first' is in the order of rows_join(). */
 TARGET_INLINE void row_merge2(__m512i first, const uint8_t *second, uint8_t *target) {
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i lower = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(second));
@@ -323,37 +349,64 @@ TARGET_INLINE void row_merge4(__m512i first, const uint8_t *const *lower, size_t
     }
 }
 
-/* row_stream() writes 64 elements, from column 'at' of 'row' on. */
-TARGET_INLINE void row_stream(const struct ss_kvrans_making *making, const uint8_t *line, uint32_t row, size_t at) {
-    const __m512i first = _mm512_load_si512(line);
-    uint8_t *target;
+/* row_entries() is row_merge2() for binned elements: 'first' has entries, and 'bytes' what each of them stands for. */
+TARGET_INLINE void row_entries(__m512i first, const uint8_t (*bytes)[SS_KVRANS_INDEX_MAX], uint8_t *target) {
+    const __m512i lower = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[0]));
+    const __m512i upper = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[1]));
 
-    at += row * making->columns;
-    target = making->target + at * making->size;
+    _mm512_stream_si512((void *)target, _mm512_unpacklo_epi8(lower, upper));
+    _mm512_stream_si512((void *)(target + 64), _mm512_unpackhi_epi8(lower, upper));
+}
+
+/* row_rotate() is row_merge2() for elements of one byte. 0xCA: a ? b : c */
+TARGET_INLINE void row_rotate(__m512i first, uint8_t *target) {
+    const __m512i low7 = _mm512_set1_epi8(0x7F);
+
+    _mm512_stream_si512((void *)target, _mm512_ternarylogic_epi64(low7, _mm512_srli_epi16(first, 1),
+                                                                  _mm512_slli_epi16(first, 7), 0xCA));
+}
+
+/* set_stream() writes 64 elements of each row of a set, from column 'first' on. */
+TARGET_INLINE void set_stream(const struct ss_kvrans_making *making, const uint8_t *tile, uint32_t set, size_t first) {
+    const size_t at = row_of(set) * making->columns + first, pitch = STRIP * making->columns;
+    const uint8_t *turned = tile + (size_t)set * SET_BYTES;
+    uint8_t *target = making->target + at * making->size;
+    __m512i rows[4];
+
     if (making->elements != NULL) {
-        const uint8_t(*bytes)[SS_KVRANS_INDEX_MAX] = making->elements->bytes[row];
-        const __m512i lower = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[0]));
-        const __m512i upper = _mm512_permutexvar_epi8(first, _mm512_load_si512(bytes[1]));
-        _mm512_stream_si512((void *)target, _mm512_unpacklo_epi8(lower, upper));
-        _mm512_stream_si512((void *)(target + 64), _mm512_unpackhi_epi8(lower, upper));
+        rows_join(turned, 2, rows);
+        for (size_t row = 0; row < 4; row++) {
+            row_entries(rows[row], making->elements->bytes[row_of(set) + STRIP * row], target + 2 * row * pitch);
+        }
     } else if (making->size == 2) {
-        row_merge2(first, making->planes->lower[0] + at, target);
+        rows_join(turned, 2, rows);
+        for (size_t row = 0; row < 4; row++) {
+            row_merge2(rows[row], making->planes->lower[0] + at + row * pitch, target + 2 * row * pitch);
+        }
     } else if (making->size == 4) {
-        row_merge4(first, making->planes->lower, at, target);
-    } else { /* 0xCA: a ? b : c */
-        _mm512_stream_si512((void *)target,
-                            _mm512_ternarylogic_epi64(_mm512_set1_epi8(0x7F), _mm512_srli_epi16(first, 1),
-                                                      _mm512_slli_epi16(first, 7), 0xCA));
+        rows_join(turned, 4, rows);
+        for (size_t row = 0; row < 4; row++) {
+            row_merge4(rows[row], making->planes->lower, at + row * pitch, target + 4 * row * pitch);
+        }
+    } else {
+        rows_join(turned, 1, rows);
+        for (size_t row = 0; row < 4; row++) {
+            row_rotate(rows[row], target + row * pitch);
+        }
     }
 }
 
 /*
- * row_prefetch() asks for what row_stream() will read; a line at its end, as the one at its beginning was the last.
+ * set_prefetch() asks for what set_stream() will read; lines at the ends, as those at the beginnings were the last.
  * Only into the second-level cache: the first one's line fill buffers are what streaming stores wait for.
  */
-TARGET_INLINE void row_prefetch(const struct ss_kvrans_making *making, uint32_t row, size_t at) {
+TARGET_INLINE void set_prefetch(const struct ss_kvrans_making *making, uint32_t set, size_t first) {
+    const size_t at = row_of(set) * making->columns + first + 63, pitch = STRIP * making->columns;
+
     for (uint32_t plane = 0; making->planes != NULL && plane + 1 < making->size; plane++) {
-        _mm_prefetch((const char *)(making->planes->lower[plane] + row * making->columns + at + 63), _MM_HINT_T1);
+        for (size_t row = 0; row < 4; row++) {
+            _mm_prefetch((const char *)(making->planes->lower[plane] + at + row * pitch), _MM_HINT_T1);
+        }
     }
 }
 
@@ -368,43 +421,64 @@ TARGET_INLINE uintptr_t next_prefetch(uintptr_t next, uintptr_t end) {
     return next;
 }
 
+/* Two tiles in turns: one is turned, strip by strip, while the other one is written. */
+struct turned {
+    _Alignas(64) uint8_t tiles[2][TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
+    uint8_t strips[2][STRIP * SS_KVRANS_ROWS_MAX]; /* as decoded */
+};
+
+/* strip_turn() turns 64 rows of the strip before the one that 'column' is in. */
+TARGET_INLINE void strip_turn(struct turned *turned, uint32_t column, size_t group) {
+    const uint32_t before = column - STRIP;
+
+    tile_turn(turned->strips[before / STRIP % 2] + GROUP * group,
+              turned->tiles[before / TILE_COLUMNS % 2] + TILE_SIZE * group + 64 * (before / STRIP % 4));
+}
+
+/* tile_set_stream() writes a set of the tile before the one that 'column' is in. */
+TARGET_INLINE void tile_set_stream(const struct ss_kvrans_making *making, const struct turned *turned, uint32_t column,
+                                   uint32_t set) {
+    const uint32_t before = column / TILE_COLUMNS - 1;
+
+    set_stream(making, turned->tiles[before % 2], set, (size_t)before * TILE_COLUMNS);
+}
+
 /*
- * elements_decode() decodes a tile while it writes the elements of the one before, some rows behind each column: memory
- * then takes the lines of one tile during all of the time that the next one takes.
+ * elements_decode() decodes a tile while it turns and writes the one before, some rows behind each column: memory then
+ * takes the lines of one tile during all of the time that the next one takes, and the core turns rows while a lane's
+ * next symbol waits for the last one.
  */
 TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,
                                              struct states *given, struct shape shape) {
-    enum { ROWS_EACH = SS_KVRANS_ROWS_MAX / TILE_COLUMNS };
-    _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX], lines[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
+    struct turned turned;
 
-    for (uint32_t first = 0; first < block->columns; first += TILE_COLUMNS) {
-        for (uint32_t column = 0; column < TILE_COLUMNS; column++) {
-            input_ready(&input);
-            coded_prefetch(input.next);
-            next = next_prefetch(next, (uintptr_t)block->next + share * (first + column + 1));
-            column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)place_of(column, making->size) * SS_KVRANS_ROWS_MAX);
-            if (input.next > input.end) {
-                return SS_BAD_DATA;
-            }
-            for (uint32_t row = ROWS_EACH * column; row < ROWS_EACH * (column + 1); row++) {
-                row_prefetch(making, row, first);
-                if (first > 0) {
-                    row_stream(making, lines + (size_t)row * TILE_COLUMNS, row, first - TILE_COLUMNS);
-                }
-            }
+    for (uint32_t column = 0; column < block->columns; column++) {
+        const uint32_t set = column % TILE_COLUMNS; /* there are as many as columns */
+        input_ready(&input);
+        coded_prefetch(input.next);
+        next = next_prefetch(next, (uintptr_t)block->next + share * (column + 1));
+        column_decode(block, column, &states, shape, &input.next,
+                      turned.strips[column / STRIP % 2] + (size_t)(column % STRIP) * SS_KVRANS_ROWS_MAX);
+        if (input.next > input.end) {
+            return SS_BAD_DATA;
         }
-        for (uint32_t group = 0; group < GROUPS; group++) {
-            tile_store(tile + (size_t)GROUP * group, lines + (size_t)GROUP * group * TILE_COLUMNS, TILE_COLUMNS, GROUP,
-                       TILE_COLUMNS);
+        if (column >= STRIP && column % 4 == 0) {
+            strip_turn(&turned, column, column % STRIP / 4);
+        }
+        set_prefetch(making, set, column - set);
+        if (column >= TILE_COLUMNS) {
+            tile_set_stream(making, &turned, column, set);
         }
     }
-    for (uint32_t row = 0; row < SS_KVRANS_ROWS_MAX; row++) {
-        row_stream(making, lines + (size_t)row * TILE_COLUMNS, row, block->columns - TILE_COLUMNS);
+    for (size_t group = 0; group < GROUPS; group++) {
+        strip_turn(&turned, block->columns, group);
+    }
+    for (uint32_t set = 0; set < SETS; set++) {
+        tile_set_stream(making, &turned, block->columns, set);
     }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;

@@ -25,17 +25,24 @@ TARGET_INLINE uint64_t mask_of(size_t count) {
 
 /*
  * quarters_join() takes registers whose lanes are a quarter of a line each - register k has the k-th quarters of lines
- * 0, 16, 32 and 48 - and makes whole lines of them.
+ * 0, 16, 32 and 48 - and makes whole lines of them. quarters_pair() does the first half: of lines 0 and 16 it makes one
+ * register with their quarters 0 and 1 and one with quarters 2 and 3, then two of the other lines.
  */
+TARGET_INLINE void quarters_pair(const __m512i *quarters, __m512i *halves) {
+    halves[0] = _mm512_shuffle_i64x2(quarters[0], quarters[1], 0x44);
+    halves[1] = _mm512_shuffle_i64x2(quarters[2], quarters[3], 0x44);
+    halves[2] = _mm512_shuffle_i64x2(quarters[0], quarters[1], 0xEE);
+    halves[3] = _mm512_shuffle_i64x2(quarters[2], quarters[3], 0xEE);
+}
+
 TARGET_INLINE void quarters_join(const __m512i *quarters, __m512i *lines) {
-    __m512i low0 = _mm512_shuffle_i64x2(quarters[0], quarters[1], 0x44); /* lines 0 and 16 of quarters 0 and 1 */
-    __m512i low1 = _mm512_shuffle_i64x2(quarters[2], quarters[3], 0x44);
-    __m512i high0 = _mm512_shuffle_i64x2(quarters[0], quarters[1], 0xEE);
-    __m512i high1 = _mm512_shuffle_i64x2(quarters[2], quarters[3], 0xEE);
-    lines[0] = _mm512_shuffle_i64x2(low0, low1, 0x88);
-    lines[1] = _mm512_shuffle_i64x2(low0, low1, 0xDD);
-    lines[2] = _mm512_shuffle_i64x2(high0, high1, 0x88);
-    lines[3] = _mm512_shuffle_i64x2(high0, high1, 0xDD);
+    __m512i halves[4];
+
+    quarters_pair(quarters, halves);
+    lines[0] = _mm512_shuffle_i64x2(halves[0], halves[1], 0x88);
+    lines[1] = _mm512_shuffle_i64x2(halves[0], halves[1], 0xDD);
+    lines[2] = _mm512_shuffle_i64x2(halves[2], halves[3], 0x88);
+    lines[3] = _mm512_shuffle_i64x2(halves[2], halves[3], 0xDD);
 }
 
 /* lanes_transpose() transposes 16 x 16 bytes within each 128-bit lane of 16 registers: four perfect shuffles. */

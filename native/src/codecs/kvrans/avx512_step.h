@@ -170,9 +170,10 @@ TARGET_INLINE struct quarter_registers quarters_load(const struct quarters *tabl
 
 /*
  * quarters_step() decodes one symbol for each of 64 lanes and returns their values. A multiplication of bytes adds up
- * two products: that of the state's high byte and the frequency, and that of the offset and 1. So the offset of the
- * even lanes is moved to the odd ones, and the other way round. Frequencies are signed there: of what is 128 or more,
- * 256 is missing, that is, the state's high byte is missing in the new high byte.
+ * two products: that of the state's high byte and the frequency, and that of the low byte and 1. So the low byte of the
+ * even lanes is moved to the odd ones, and the other way round. The start is subtracted after that: the product need
+ * not wait for it. Frequencies are signed there: of what is 128 or more, 256 is missing, that is, the state's high byte
+ * is missing in the new high byte.
  */
 TARGET_INLINE __m512i quarters_step(const struct quarter_registers *table, int large, __m512i *low, __m512i *high,
                                     const uint8_t **next) {
@@ -181,12 +182,13 @@ TARGET_INLINE __m512i quarters_step(const struct quarter_registers *table, int l
     const __m512i entry =                                                           /* 0xF8: a | (b & c) */
         _mm512_ternarylogic_epi64(_mm512_permutexvar_epi8(quarter, table->first), *low,
                                   _mm512_permutexvar_epi8(quarter, table->within), 0xF8);
-    const __m512i offset = _mm512_sub_epi8(*low, _mm512_permutexvar_epi8(entry, table->start));
-    const __m512i moved = _mm512_shldi_epi16(offset, offset, 8);
-    const __m512i even = _mm512_maddubs_epi16(_mm512_mask_mov_epi8(*high, odds, moved),
-                                              _mm512_mask_permutexvar_epi8(ones, evens, entry, table->frequency));
-    const __m512i odd = _mm512_maddubs_epi16(_mm512_mask_mov_epi8(*high, evens, moved),
-                                             _mm512_mask_permutexvar_epi8(ones, odds, entry, table->frequency));
+    const __m512i moved = _mm512_shldi_epi16(*low, *low, 8), start = _mm512_permutexvar_epi8(entry, table->start);
+    const __m512i even_product = _mm512_maddubs_epi16(
+        _mm512_mask_mov_epi8(*high, odds, moved), _mm512_mask_permutexvar_epi8(ones, evens, entry, table->frequency));
+    const __m512i odd_product = _mm512_maddubs_epi16(_mm512_mask_mov_epi8(*high, evens, moved),
+                                                     _mm512_mask_permutexvar_epi8(ones, odds, entry, table->frequency));
+    const __m512i even = _mm512_sub_epi16(even_product, _mm512_and_si512(start, _mm512_set1_epi16(0x00FF)));
+    const __m512i odd = _mm512_sub_epi16(odd_product, _mm512_srli_epi16(start, 8));
     const __m512i mixed =
         _mm512_shldi_epi16(odd, even, 8); /* high bytes of the even lanes, low bytes of the odd ones */
     const __m512i new_low = _mm512_mask_mov_epi8(even, odds, mixed);
