@@ -18,37 +18,6 @@
 #include "codecs/kvrans/avx512_step.h"
 #include "quantize/avx512.h"
 
-/* ---- Transposition ------------------------------------------------------------------------------------------- */
-
-/* tile_store() writes 64 columns of 64 rows, each column SS_KVRANS_ROWS_MAX bytes after the one before, row by row. */
-TARGET static void tile_store(const uint8_t *tile, uint8_t *target, size_t stride, uint32_t rows, uint32_t columns) {
-    const __mmask64 mask = mask_of(columns);
-    __m512i quarters[16][4];
-
-    for (int quarter = 0; quarter < 4; quarter++) {
-        __m512i lines[16];
-        for (int index = 0; index < 16; index++) {
-            lines[index] = _mm512_load_si512(tile + (size_t)(quarter * 16 + index) * SS_KVRANS_ROWS_MAX);
-        }
-        lanes_transpose(lines);
-        for (int index = 0; index < 16; index++) {
-            quarters[index][quarter] = lines[index];
-        }
-    }
-    for (uint32_t index = 0; index < 16; index++) {
-        __m512i lines[4];
-        quarters_join(quarters[index], lines);
-        for (uint32_t quarter = 0; quarter < 4; quarter++) {
-            uint32_t row = quarter * 16 + index;
-            if (columns == TILE_COLUMNS && rows == GROUP) {
-                _mm512_storeu_si512(target + row * stride, lines[quarter]);
-            } else if (row < rows) {
-                _mm512_mask_storeu_epi8(target + row * stride, mask, lines[quarter]);
-            }
-        }
-    }
-}
-
 /* ---- Decode -------------------------------------------------------------------------------------------------- */
 
 /* low_bits_add() adds the low bits of a group's rows, which are in 'planes', 'plane_size' bytes apart. */
@@ -203,55 +172,6 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
     }
 }
 
-/* Where symbols go, row by row. */
-struct symbols {
-    uint8_t *target;
-};
-
-TARGET_INLINE enum ss_result columns_decode(const struct ss_kvrans_block *block, const struct symbols *symbols,
-                                            struct states *given, struct shape shape) {
-    _Alignas(64) uint8_t tile[TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
-    struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
-    struct states states = *given;
-
-    for (uint32_t first = 0; first < block->columns; first += TILE_COLUMNS) {
-        uint32_t columns = block->columns - first < TILE_COLUMNS ? block->columns - first : TILE_COLUMNS;
-        for (uint32_t column = 0; column < columns; column++) {
-            input_ready(&input);
-            coded_prefetch(input.next);
-            column_decode(block, first + column, &states, shape, &input.next,
-                          tile + (size_t)column * SS_KVRANS_ROWS_MAX);
-            if (input.next > input.end) {
-                return SS_BAD_DATA;
-            }
-        }
-        for (uint32_t group = 0; group < shape.groups; group++) {
-            uint32_t rows = block->rows - GROUP * group;
-            tile_store(tile + (size_t)GROUP * group, symbols->target + (size_t)GROUP * group * block->columns + first,
-                       block->columns, rows < GROUP ? rows : GROUP, columns);
-        }
-    }
-    *given = states;
-    return input.next == input.end ? SS_OK : SS_BAD_DATA;
-}
-
-DECODERS(columns_decode, symbols)
-
-TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
-    const struct symbols symbols = {target};
-    const struct shape shape = {
-        (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, FIT_NOT, NULL};
-    struct states states;
-    enum ss_result result;
-
-    if (block->rows == SS_KVRANS_ROWS_MAX) {
-        return columns_decode_any(block, &symbols);
-    }
-    states = states_load(block);
-    result = columns_decode(block, &symbols, &states, shape);
-    return states_ended(block, &states) ? result : SS_BAD_DATA;
-}
-
 /* ---- Decode to elements -------------------------------------------------------------------------------------- */
 
 /*
@@ -366,8 +286,22 @@ TARGET_INLINE void row_rotate(__m512i first, uint8_t *target) {
                                                                   _mm512_slli_epi16(first, 7), 0xCA));
 }
 
-/* set_stream() writes 64 elements of each row of a set, from column 'first' on. */
-TARGET_INLINE void set_stream(const struct ss_kvrans_making *making, const uint8_t *tile, uint32_t set, size_t first) {
+/* symbols_store() writes 64 symbols of each row of a set, or as many as there are. */
+TARGET_INLINE void symbols_store(const struct ss_kvrans_making *making, const __m512i *rows, uint32_t set, size_t first,
+                                 uint8_t *target) {
+    const __mmask64 mask = mask_of(making->columns - first);
+
+    for (size_t row = 0; row < 4; row++) {
+        if (mask == ~0ull && making->rows == SS_KVRANS_ROWS_MAX) {
+            _mm512_storeu_si512(target + STRIP * row * making->columns, rows[row]);
+        } else if (row_of(set) + STRIP * row < making->rows) {
+            _mm512_mask_storeu_epi8(target + STRIP * row * making->columns, mask, rows[row]);
+        }
+    }
+}
+
+/* set_write() writes 64 elements or symbols of each row of a set, from column 'first' on. */
+TARGET_INLINE void set_write(const struct ss_kvrans_making *making, const uint8_t *tile, uint32_t set, size_t first) {
     const size_t at = row_of(set) * making->columns + first, pitch = STRIP * making->columns;
     const uint8_t *turned = tile + (size_t)set * SET_BYTES;
     uint8_t *target = making->target + at * making->size;
@@ -388,16 +322,19 @@ TARGET_INLINE void set_stream(const struct ss_kvrans_making *making, const uint8
         for (size_t row = 0; row < 4; row++) {
             row_merge4(rows[row], making->planes->lower, at + row * pitch, target + 4 * row * pitch);
         }
-    } else {
+    } else if (making->planes != NULL) {
         rows_join(turned, 1, rows);
         for (size_t row = 0; row < 4; row++) {
             row_rotate(rows[row], target + row * pitch);
         }
+    } else {
+        rows_join(turned, 1, rows);
+        symbols_store(making, rows, set, first, target);
     }
 }
 
 /*
- * set_prefetch() asks for what set_stream() will read; lines at the ends, as those at the beginnings were the last.
+ * set_prefetch() asks for what set_write() will read; lines at the ends, as those at the beginnings were the last.
  * Only into the second-level cache: the first one's line fill buffers are what streaming stores wait for.
  */
 TARGET_INLINE void set_prefetch(const struct ss_kvrans_making *making, uint32_t set, size_t first) {
@@ -427,37 +364,41 @@ struct turned {
     uint8_t strips[2][STRIP * SS_KVRANS_ROWS_MAX]; /* as decoded */
 };
 
-/* strip_turn() turns 64 rows of the strip before the one that 'column' is in. */
-TARGET_INLINE void strip_turn(struct turned *turned, uint32_t column, size_t group) {
-    const uint32_t before = column - STRIP;
-
-    tile_turn(turned->strips[before / STRIP % 2] + GROUP * group,
-              turned->tiles[before / TILE_COLUMNS % 2] + TILE_SIZE * group + 64 * (before / STRIP % 4));
+/* strip_turn() turns 64 rows of strip number 'strip'. */
+TARGET_INLINE void strip_turn(struct turned *turned, uint32_t strip, size_t group) {
+    tile_turn(turned->strips[strip % 2] + GROUP * group,
+              turned->tiles[strip / 4 % 2] + TILE_SIZE * group + strip % 4 * STRIP * 4);
 }
 
-/* tile_set_stream() writes a set of the tile before the one that 'column' is in. */
-TARGET_INLINE void tile_set_stream(const struct ss_kvrans_making *making, const struct turned *turned, uint32_t column,
-                                   uint32_t set) {
-    const uint32_t before = column / TILE_COLUMNS - 1;
+/* behind_write() turns a part of the strip before 'column', and writes a set of the tile before it. */
+TARGET_INLINE void behind_write(const struct ss_kvrans_making *making, struct turned *turned, uint32_t column,
+                                uint32_t end) {
+    const uint32_t strip = column / STRIP, tile = column / TILE_COLUMNS;
 
-    set_stream(making, turned->tiles[before % 2], set, (size_t)before * TILE_COLUMNS);
+    if (column % 4 == 0 && strip > 0 && column < end + STRIP) {
+        strip_turn(turned, strip - 1, column % STRIP / 4);
+    }
+    if (tile > 0) {
+        set_write(making, turned->tiles[(tile - 1) % 2], column % TILE_COLUMNS, (size_t)(tile - 1) * TILE_COLUMNS);
+    }
 }
 
 /*
- * elements_decode() decodes a tile while it turns and writes the one before, some rows behind each column: memory then
+ * rows_decode() decodes a tile while it turns and writes the one before, some rows behind each column: memory then
  * takes the lines of one tile during all of the time that the next one takes, and the core turns rows while a lane's
  * next symbol waits for the last one.
  */
-TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,
-                                             struct states *given, struct shape shape) {
+TARGET_INLINE enum ss_result rows_decode(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,
+                                         struct states *given, struct shape shape) {
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
+    const uint32_t end = (block->columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
     struct turned turned;
 
     for (uint32_t column = 0; column < block->columns; column++) {
-        const uint32_t set = column % TILE_COLUMNS; /* there are as many as columns */
+        const uint32_t set = column % TILE_COLUMNS; /* there are as many as columns of a tile */
         input_ready(&input);
         coded_prefetch(input.next);
         next = next_prefetch(next, (uintptr_t)block->next + share * (column + 1));
@@ -466,25 +407,33 @@ TARGET_INLINE enum ss_result elements_decode(const struct ss_kvrans_block *block
         if (input.next > input.end) {
             return SS_BAD_DATA;
         }
-        if (column >= STRIP && column % 4 == 0) {
-            strip_turn(&turned, column, column % STRIP / 4);
-        }
         set_prefetch(making, set, column - set);
-        if (column >= TILE_COLUMNS) {
-            tile_set_stream(making, &turned, column, set);
-        }
+        behind_write(making, &turned, column, end);
     }
-    for (size_t group = 0; group < GROUPS; group++) {
-        strip_turn(&turned, block->columns, group);
-    }
-    for (uint32_t set = 0; set < SETS; set++) {
-        tile_set_stream(making, &turned, block->columns, set);
+    for (uint32_t column = block->columns; column < end + TILE_COLUMNS; column++) {
+        behind_write(making, &turned, column, end);
     }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
 }
 
-DECODERS(elements_decode, ss_kvrans_making)
+DECODERS(rows_decode, ss_kvrans_making)
+
+TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
+    const struct ss_kvrans_making making = {
+        .target = target, .rows = block->rows, .columns = block->columns, .size = 1};
+    const struct shape shape = {
+        (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, FIT_NOT, NULL};
+    struct states states;
+    enum ss_result result;
+
+    if (block->rows == SS_KVRANS_ROWS_MAX) {
+        return rows_decode_any(block, &making);
+    }
+    states = states_load(block);
+    result = rows_decode(block, &making, &states, shape);
+    return states_ended(block, &states) ? result : SS_BAD_DATA;
+}
 
 /* decode_elements() decodes entries as if they were the bytes of the indices. */
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given, enum ss_dtype dtype,
@@ -501,19 +450,19 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given
     } else {
         elements_fill(given, 0, scales, scratch);
     }
-    return elements_decode_any(&block, &making);
+    return rows_decode_any(&block, &making);
 }
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                            uint8_t *target) {
     const struct ss_kvrans_making making = {
         .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
-    return elements_decode_any(block, &making);
+    return rows_decode_any(block, &making);
 }
 
 /* ---- Decode to elements of 'weighted' ------------------------------------------------------------------------ */
 
-/* weighted_decode() is elements_decode() with tiles that are as wide as whole heads. */
+/* weighted_decode() is rows_decode() with tiles that are as wide as whole heads. */
 TARGET_INLINE enum ss_result weighted_decode(const struct ss_kvrans_block *block,
                                              const struct ss_kvrans_weighted *weighted, struct states *given,
                                              struct shape shape) {

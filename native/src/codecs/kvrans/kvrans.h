@@ -84,12 +84,13 @@ struct ss_kvrans_planes {
     uint32_t count; /* of all planes, so bytes of an element: 1, 2 or 4 */
 };
 
-/* What the lines of a tile become: binned elements, of entries, or else lossless ones, of the bytes of a first plane.
+/* What rows of symbols become: binned elements, of entries, lossless ones, of the bytes of a first plane, or neither.
  */
 struct ss_kvrans_making {
-    const struct ss_kvrans_elements *elements; /* of all rows; NULL where lossless */
-    const struct ss_kvrans_planes *planes;
-    uint8_t *target; /* of the block, its first row */
+    const struct ss_kvrans_elements *elements; /* of all rows; NULL unless binned */
+    const struct ss_kvrans_planes *planes;     /* NULL unless lossless */
+    uint8_t *target;                           /* of the block, its first row */
+    size_t rows;                               /* of symbols; elements have SS_KVRANS_ROWS_MAX */
     size_t columns;
     uint32_t size;       /* of an element, in bytes */
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
