@@ -98,6 +98,16 @@ def test_noise_is_stored() -> None:
     assert len(native.compress(Codec.KVRANS, plain, 1024)) == len(plain) + 6
 
 
+@pytest.mark.parametrize(("columns", "alone", "with_mantissas"), [(64, 64, 128), (128, 128, 256), (1024, 256, 256)])
+def test_lossless_heads_have_more_lanes_than_blocks_alone(columns: int, alone: int, with_mantissas: int) -> None:
+    rng = np.random.default_rng(6)
+    exponents = np.rint(rng.normal(size=(256, columns)) * 3).astype(np.int8).tobytes()
+    for plain, lanes in ((exponents, alone), (exponents + rng.bytes(len(exponents)), with_mantissas)):
+        stream = native.compress(Codec.KVRANS, plain, columns)
+        assert 64 << (stream[6] >> 2 & 3) == lanes
+        assert decode(stream, len(plain)) == plain
+
+
 def test_mantissas_are_not_coded_for_a_thousandth(isa: native.Isa) -> None:
     rng = np.random.default_rng(5)
     values = (rng.normal(size=(256, 1024)) * rng.lognormal(0, 0.6, 1024)).astype(np.float32)

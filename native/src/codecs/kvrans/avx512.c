@@ -286,7 +286,7 @@ TARGET_INLINE void row_rotate(__m512i first, uint8_t *target) {
                                                                   _mm512_slli_epi16(first, 7), 0xCA));
 }
 
-/* symbols_store() writes 64 symbols of each row of a set, or as many as there are. */
+/* symbols_store() writes up to 64 symbols of each row of a set: the columns and rows that the block has. */
 TARGET_INLINE void symbols_store(const struct ss_kvrans_making *making, const __m512i *rows, uint32_t set, size_t first,
                                  uint8_t *target) {
     const __mmask64 mask = mask_of(making->columns - first);
@@ -370,9 +370,9 @@ TARGET_INLINE void strip_turn(struct turned *turned, uint32_t strip, size_t grou
               turned->tiles[strip / 4 % 2] + TILE_SIZE * group + strip % 4 * STRIP * 4);
 }
 
-/* behind_write() turns a part of the strip before 'column', and writes a set of the tile before it. */
-TARGET_INLINE void behind_write(const struct ss_kvrans_making *making, struct turned *turned, uint32_t column,
-                                uint32_t end) {
+/* previous_write() turns a part of the strip before 'column', and writes a set of the tile before it. */
+TARGET_INLINE void previous_write(const struct ss_kvrans_making *making, struct turned *turned, uint32_t column,
+                                  uint32_t end) {
     const uint32_t strip = column / STRIP, tile = column / TILE_COLUMNS;
 
     if (column % 4 == 0 && strip > 0 && column < end + STRIP) {
@@ -398,7 +398,7 @@ TARGET_INLINE enum ss_result rows_decode(const struct ss_kvrans_block *block, co
     struct turned turned;
 
     for (uint32_t column = 0; column < block->columns; column++) {
-        const uint32_t set = column % TILE_COLUMNS; /* there are as many as columns of a tile */
+        const uint32_t set = column % TILE_COLUMNS; /* a tile has one for each column */
         input_ready(&input);
         coded_prefetch(input.next);
         next = next_prefetch(next, (uintptr_t)block->next + share * (column + 1));
@@ -408,10 +408,10 @@ TARGET_INLINE enum ss_result rows_decode(const struct ss_kvrans_block *block, co
             return SS_BAD_DATA;
         }
         set_prefetch(making, set, column - set);
-        behind_write(making, &turned, column, end);
+        previous_write(making, &turned, column, end);
     }
     for (uint32_t column = block->columns; column < end + TILE_COLUMNS; column++) {
-        behind_write(making, &turned, column, end);
+        previous_write(making, &turned, column, end);
     }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;

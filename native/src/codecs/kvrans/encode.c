@@ -14,7 +14,7 @@
 
 enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
-    LANES_128_CELLS = 32 * 1024,   /* the smallest blocks with so many lanes: each lane costs a byte and a half */
+    LANES_128_CELLS = 32 * 1024,   /* the smallest block with 128 lanes; each lane costs a byte and a half */
     LANES_256_CELLS = 192 * 1024,
     LANES_128_CELLS_OF_MANY = 16 * 1024, /* where more blocks follow: of one KV head lossless, 128 more are 0.4 % */
     LANES_256_CELLS_OF_MANY = 32 * 1024,
