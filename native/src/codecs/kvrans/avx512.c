@@ -373,13 +373,14 @@ TARGET_INLINE void strip_turn(struct turned *turned, uint32_t strip, size_t grou
 /* previous_write() turns a part of the strip before 'column', and writes a set of the tile before it. */
 TARGET_INLINE void previous_write(const struct ss_kvrans_making *making, struct turned *turned, uint32_t column,
                                   uint32_t end) {
-    const uint32_t strip = column / STRIP, tile = column / TILE_COLUMNS;
+    const uint32_t strip = column / STRIP, tile = column / TILE_COLUMNS, set = column % TILE_COLUMNS;
+    const size_t group = column % STRIP / 4;
 
-    if (column % 4 == 0 && strip > 0 && column < end + STRIP) {
-        strip_turn(turned, strip - 1, column % STRIP / 4);
+    if (column % 4 == 0 && strip > 0 && column < end + STRIP && GROUP * group < making->rows) {
+        strip_turn(turned, strip - 1, group);
     }
-    if (tile > 0) {
-        set_write(making, turned->tiles[(tile - 1) % 2], column % TILE_COLUMNS, (size_t)(tile - 1) * TILE_COLUMNS);
+    if (tile > 0 && row_of(set) < making->rows) {
+        set_write(making, turned->tiles[(tile - 1) % 2], set, (size_t)(tile - 1) * TILE_COLUMNS);
     }
 }
 
@@ -439,7 +440,7 @@ TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
     const struct ss_kvrans_making making = {
-        .elements = scratch, .target = target, .columns = given->columns, .size = 2};
+        .elements = scratch, .target = target, .rows = given->rows, .columns = given->columns, .size = 2};
     struct ss_kvrans_block block = *given;
 
     for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
@@ -456,7 +457,7 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                            uint8_t *target) {
     const struct ss_kvrans_making making = {
-        .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
+        .planes = planes, .target = target, .rows = block->rows, .columns = block->columns, .size = planes->count};
     return rows_decode_any(block, &making);
 }
 
