@@ -209,7 +209,7 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
  * A tile is turned STRIP columns at a time. tile_turn() then has its rows in sets of four, which are STRIP rows apart:
  * a set is four registers, with a quarter of each of the rows.
  */
-enum { STRIP = 16, SETS = SS_KVRANS_ROWS_MAX / 4, SET_BYTES = 4 * TILE_COLUMNS };
+enum { STRIP = 16, SET_BYTES = 4 * TILE_COLUMNS };
 
 /* row_of() returns the first row of a set. */
 TARGET_INLINE size_t row_of(uint32_t set) {
