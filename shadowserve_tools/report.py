@@ -118,7 +118,8 @@ def cpu_s(process: psutil.Process) -> float:
     """Return the CPU time of all threads, ended ones included, with a resolution of nanoseconds.
 
     It is the process's CPU clock, whose number ``clock_getcpuclockid()`` computes from the process id. The values in
-    /proc are ticks, which are too coarse, or count live threads only.
+    /proc are ticks, which are too coarse, or count live threads only. The kernel adds the time of a thread that runs in
+    another process at its next tick or when it stops, so a run of less than 4 ms may seem to take none.
     """
     try:
         return time.clock_gettime(~process.pid << 3 | 2)

@@ -36,7 +36,7 @@ SMALL = {
     "storage": "--sizes 1,2 --connections 1 --mebibytes 8 --repeats 1 --engines memory,pool",
     "commands": "--count 500 --repeats 1",
     # Over Ceph, and for 'layers', it takes half a minute longer.
-    "aggregate": "--chunks 16,256 --tokens 256 --layers 2 --repeats 1 --below memory",
+    "aggregate": "--chunks 16,256 --tokens 256 --layers 32 --repeats 1 --below memory",
     "schedule": "--mixes A,C --policies stall_opt --rate 0.2 --time 0.01 --repeats 1",
     "nodes": "--hosts 1 --documents 2 --chunks 4 --long 16 --fetched 8 --requests 1 --repeats 1 --troubles 1 "
     "--phase 0.2 --settle 0.2",
