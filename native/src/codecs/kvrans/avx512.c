@@ -7,7 +7,8 @@
  * renormalisation takes in or gives out are an expansion or a compression of whole registers. Only the multiplication
  * needs 16 bits: once for the even lanes, once for the odd ones.
  *
- * Columns are decoded into a tile of 64 of them, and the tile is transposed in registers to where its rows belong.
+ * Columns are decoded into strips of 16. Strips are transposed in registers, four to a tile, whose rows are then
+ * written.
  */
 #include "codecs/kvrans/kvrans.h"
 
@@ -172,7 +173,7 @@ TARGET_INLINE void coded_prefetch(const uint8_t *next) {
     }
 }
 
-/* ---- Decode to elements -------------------------------------------------------------------------------------- */
+/* ---- Decode to symbols and elements -------------------------------------------------------------------------- */
 
 /*
  * A row has one scale, so an entry stands for one of 64 elements in it: two registers of bytes, the lower and the upper
@@ -224,6 +225,8 @@ TARGET_INLINE size_t row_of(uint32_t set) {
 TARGET_INLINE void rows_join(const uint8_t *turned, uint32_t size, __m512i *rows) {
     const __m512i even2 = _mm512_setr_epi64(0, 8, 1, 9, 4, 12, 5, 13);
     const __m512i even4 = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+    const __m512i orders2[2] = {even2, _mm512_or_si512(even2, _mm512_set1_epi64(2))}; /* of even and of odd rows */
+    const __m512i orders4[2] = {even4, _mm512_or_si512(even4, _mm512_set1_epi32(4))};
     __m512i quarters[4], halves[4];
 
     for (int quarter = 0; quarter < 4; quarter++) {
@@ -236,10 +239,8 @@ TARGET_INLINE void rows_join(const uint8_t *turned, uint32_t size, __m512i *rows
     quarters_pair(quarters, halves);
     for (int row = 0; row < 4; row++) {
         const __m512i first = halves[row / 2 * 2], second = halves[row / 2 * 2 + 1];
-        rows[row] = size == 2 ? _mm512_permutex2var_epi64(
-                                    first, row % 2 == 0 ? even2 : _mm512_or_si512(even2, _mm512_set1_epi64(2)), second)
-                              : _mm512_permutex2var_epi32(
-                                    first, row % 2 == 0 ? even4 : _mm512_or_si512(even4, _mm512_set1_epi32(4)), second);
+        rows[row] = size == 2 ? _mm512_permutex2var_epi64(first, orders2[row % 2], second)
+                              : _mm512_permutex2var_epi32(first, orders4[row % 2], second);
     }
 }
 
@@ -367,7 +368,7 @@ struct turned {
 /* strip_turn() turns 64 rows of strip number 'strip'. */
 TARGET_INLINE void strip_turn(struct turned *turned, uint32_t strip, size_t group) {
     tile_turn(turned->strips[strip % 2] + GROUP * group,
-              turned->tiles[strip / 4 % 2] + TILE_SIZE * group + strip % 4 * STRIP * 4);
+              turned->tiles[strip / 4 % 2] + TILE_SIZE * group + (size_t)64 * (strip % 4));
 }
 
 /* previous_write() turns a part of the strip before 'column', and writes a set of the tile before it. */

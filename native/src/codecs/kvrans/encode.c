@@ -265,8 +265,9 @@ static int sample_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans
 
 /*
  * lanes_choose() returns the number of lanes of a block. More lanes decode faster: each symbol of a lane waits for the
- * one before. 'many': more than one block is in the stream. Then most blocks are of the second planes of lossless
- * elements, which are stored, so that lanes are a smaller part of the bytes.
+ * one before. 'many': the stream has more than one block. Mostly these are the planes of lossless elements: the first
+ * is coded and the others are stored, so that lanes are a smaller part of the bytes. One plane of more than 256 rows
+ * has as many lanes, which then cost it 0.7 % (float8) to 2.7 % of its bytes.
  */
 static uint32_t lanes_choose(uint32_t rows, uint32_t columns, int many) {
     const size_t cells = (size_t)rows * columns;

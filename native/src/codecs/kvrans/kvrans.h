@@ -90,7 +90,7 @@ struct ss_kvrans_making {
     const struct ss_kvrans_elements *elements; /* of all rows; NULL unless binned */
     const struct ss_kvrans_planes *planes;     /* NULL unless lossless */
     uint8_t *target;                           /* of the block, its first row */
-    size_t rows;                               /* of the block; SS_KVRANS_ROWS_MAX if they become elements */
+    size_t rows;                               /* of the block; with AVX-512 only */
     size_t columns;
     uint32_t size;       /* of an element, in bytes */
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */

@@ -144,8 +144,7 @@ enum ss_result ss_kvrans_elements_by_steps(const struct ss_kvrans_decode_steps *
                                            const struct ss_kvrans_block *block, enum ss_dtype dtype,
                                            const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
     enum { TOGETHER = 16 }; /* rows whose elements are computed by one call */
-    struct ss_kvrans_making making = {
-        .elements = scratch, .target = target, .rows = block->rows, .columns = block->columns, .size = 2};
+    struct ss_kvrans_making making = {.elements = scratch, .target = target, .columns = block->columns, .size = 2};
     struct ss_kvrans_decoding decoding;
     uint8_t entries[SS_KVRANS_INDEX_MAX], bytes[SS_KVRANS_INDEX_MAX], values[TOGETHER * SS_KVRANS_INDEX_MAX];
     uint16_t elements[TOGETHER * SS_KVRANS_INDEX_MAX];
@@ -178,7 +177,7 @@ enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *st
                                          const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                          uint8_t *target) {
     const struct ss_kvrans_making making = {
-        .planes = planes, .target = target, .rows = block->rows, .columns = block->columns, .size = planes->count};
+        .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
     struct ss_kvrans_decoding decoding;
 
     decoding_begin(steps, &decoding, block, block->value);
