@@ -4,6 +4,7 @@
  * results for every codec, dtype and number of bins, odd shapes, shared and strange scales, unaligned targets, damaged
  * streams; nothing is touched outside the target. And ss_dequantize_streamed() against ss_dequantize().
  */
+#include "backends/backend.h"
 #include "check.h"
 #include "codecs/decode.h"
 #include "codecs/kvrans/kvrans.h"
@@ -497,10 +498,153 @@ static void check_direct(struct shape shape) {
             CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, known ? &next : NULL, &elements) ==
                       (direct ? SS_OK : SS_NOT_SUPPORTED),
                   "isa %d, next known %d", (int)isa, known);
+            ss_decode_end();
             CHECK(!direct || memcmp(target.start, expected.start, size) == 0, "isa %d, next known %d: elements",
                   (int)isa, known);
         }
     }
+}
+
+static const struct shape binned_left = {.codec = SS_CODEC_KVRANS,
+                                         .quantizer = SS_QUANTIZER_BINNED,
+                                         .dtype = SS_DTYPE_BFLOAT16,
+                                         .vectors = 256,
+                                         .vector_length = 64,
+                                         .scale_vectors = 1,
+                                         .bins = 32};
+
+/* left_call() makes the call of that number after one that left elements; returns whether it makes good elements. */
+static int left_call(int number, struct ss_stream one, struct ss_elements elements, const struct ss_stream *other) {
+    enum { DAMAGED = 400 };
+    const enum ss_isa isa = ss_isa_active();
+    enum ss_codec codec = SS_CODEC_KVRANS;
+    enum ss_result result, wanted = SS_BAD_DATA;
+
+    switch (number) {
+    case 0:
+        return 0;
+    case 1:
+        wanted = SS_OK;
+        break;
+    case 2:
+        wanted = SS_OK;
+        CHECK(ss_isa_force(SS_ISA_AVX2) == SS_OK, "AVX2");
+        break;
+    case 3:
+        one.source_size--;
+        break;
+    case 4:
+        encoded[DAMAGED] ^= 0x40;
+        break;
+    case 5:
+        one = *other;
+        elements = elements_of(&binned_left, elements.target);
+        wanted = SS_OK;
+        break;
+    case 6:
+        codec = SS_CODEC_DEFLATE;
+        wanted = SS_NOT_SUPPORTED;
+        break;
+    default:
+        elements.target = (uint8_t *)elements.target + 1;
+        wanted = SS_NOT_SUPPORTED;
+    }
+    result = ss_decode_direct(codec, &one, &one, &elements);
+    CHECK(result == wanted, "call %d: %d", number, (int)result);
+    encoded[DAMAGED] ^= number == 4 ? 0x40 : 0;
+    CHECK(ss_isa_force(isa) == SS_OK, "back");
+    return wanted == SS_OK && number != 5;
+}
+
+/* Elements that a call leaves are complete after the next one, whatever that does. */
+static void check_left(struct shape shape) {
+    static uint8_t binned_encoded[2 * 256 * 64];
+    const size_t other_written = stream_make(&binned_left, 0);
+    const struct ss_stream other = {.source = memcpy(binned_encoded, encoded, other_written),
+                                    .target = scratch.start,
+                                    .source_size = other_written,
+                                    .target_size = shape_symbols(&binned_left)};
+    const size_t written = stream_make(&shape, 0);
+    const size_t size = shape.vectors * shape.vector_length * ss_dtype_size(shape.dtype);
+    const struct ss_stream one = {
+        .source = encoded, .target = scratch.start, .source_size = written, .target_size = shape_symbols(&shape)};
+    int incomplete = 0;
+
+    CHECK(2 * size <= 4 * COUNT_MAX && decode_apart(&shape, written) == SS_OK, "a good stream");
+    FOR_EACH_ISA (isa) {
+        for (int number = 0; isa == SS_ISA_AVX512 && number < 8; number++) {
+            const struct ss_elements first = elements_of(&shape, target.start);
+            struct ss_elements second = first;
+            int good;
+            second.target = target.start + size;
+            memset(target.start, 0xA5, 2 * size);
+            CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, &one, &first) == SS_OK, "the first call");
+            incomplete |= memcmp(target.start, expected.start, size) != 0;
+            memset(scratch.start, 0xEE, shape_symbols(&shape));
+            good = left_call(number, one, second, &other);
+            if (number == 0) {
+                ss_decode_end();
+            }
+            CHECK(memcmp(target.start, expected.start, size) == 0, "call %d: the elements before", number);
+            ss_decode_end();
+            CHECK(!good || memcmp(second.target, expected.start, size) == 0, "call %d: its elements", number);
+        }
+        CHECK(isa != SS_ISA_AVX512 || incomplete || shape.noise_planes == 0, "nothing is left");
+    }
+}
+
+static void work_complete(struct ss_work *work) {
+    ++*(int *)work->user;
+}
+
+/* work_start() starts a work on the stream of check_stream(), to elements at 'place'. */
+static void work_start(void *channel, struct ss_work *work, const struct shape *shape, size_t written, uint8_t *place,
+                       const struct ss_work *next, int *completions) {
+    *work = (struct ss_work){.source = encoded,
+                             .target = scratch.start,
+                             .source_size = written,
+                             .target_size = shape_symbols(shape),
+                             .next = encoded,
+                             .next_size = next != NULL ? 1 : 0,
+                             .codec = SS_CODEC_KVRANS,
+                             .complete = work_complete,
+                             .user = completions};
+    if (place != NULL) {
+        work->elements = elements_of(shape, place);
+    }
+    CHECK(ss_backend_software.decompress(channel, work) == SS_OK, "a work starts");
+}
+
+/* Works of the CPU backend are complete after the next work or the next poll, and then they are right. */
+static void check_backend(struct shape shape) {
+    const size_t written = stream_make(&shape, 0);
+    const size_t size = shape.vectors * shape.vector_length * ss_dtype_size(shape.dtype);
+    const struct ss_backend_channel setup = {.stage = SS_STAGE_DECOMPRESS};
+    struct ss_work works[2];
+    void *channel;
+
+    CHECK(decode_apart(&shape, written) == SS_OK, "a good stream");
+    CHECK(ss_backend_software.channel_open(NULL, &setup, &channel) == SS_OK, "a channel");
+    FOR_EACH_ISA (isa) {
+        for (int second = 0; second < 4; second++) { /* none, a good one, a cut one, one without elements */
+            int completions[2] = {0, 0};
+            uint8_t *places[2] = {target.start, second == 3 ? NULL : target.start + size};
+            uint32_t polled;
+            memset(target.start, 0xA5, 2 * size);
+            work_start(channel, &works[0], &shape, written, places[0], &works[1], &completions[0]);
+            if (second > 0) {
+                work_start(channel, &works[1], &shape, written - (second == 2), places[1], NULL, &completions[1]);
+                CHECK(completions[1] == 1 && (works[1].result == SS_OK) == (second != 2), "the second work");
+            }
+            polled = ss_backend_software.progress(channel);
+            CHECK(completions[0] == 1 && works[0].result == SS_OK && polled <= 1, "the first work");
+            CHECK(works[0].dequantized == (isa != SS_ISA_SCALAR), "isa %d: in one step", (int)isa);
+            CHECK(!works[0].dequantized || memcmp(places[0], expected.start, size) == 0, "its elements");
+            CHECK(second != 1 || !works[1].dequantized || memcmp(places[1], expected.start, size) == 0, "the others");
+            CHECK(ss_backend_software.progress(channel) == 0, "nothing is left");
+        }
+    }
+    ss_backend_software.channel_close(channel);
 }
 
 static void check_streamed(void) {
@@ -545,6 +689,12 @@ int main(void) {
     check_direct(lossless(SS_DTYPE_BFLOAT16, 32, 256, 128, 1));
     check_direct(lossless(SS_DTYPE_FLOAT32, 256, 512, 64, 2));
     check_direct(lossless(SS_DTYPE_FLOAT8_E4M3, 256, 256, 64, 0));
+    check_left(lossless(SS_DTYPE_BFLOAT16, 32, 256, 128, 1));
+    check_left(lossless(SS_DTYPE_BFLOAT16, 32, 256, 64, 1));
+    check_left(lossless(SS_DTYPE_FLOAT32, 32, 512, 64, 3));
+    check_left(lossless(SS_DTYPE_FLOAT16, 32, 512, 192, 0));
+    check_left(lossless(SS_DTYPE_FLOAT8_E4M3, 32, 256, 64, 0));
+    check_backend(lossless(SS_DTYPE_BFLOAT16, 32, 256, 128, 1));
     check_lossless();
     CHECK(ss_isa_force(best) == SS_OK, "best");
     FOR_EACH_CODEC (codec) {

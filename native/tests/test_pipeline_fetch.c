@@ -67,6 +67,10 @@ static void test_whole_blocks(int fused) {
     shape.scale_vectors = 3;
     shape.vectors = 512 + 30;
     run_shape(&shape, fused, 16, 4);
+    shape.quantizer = SS_QUANTIZER_LOSSLESS;
+    shape.scale_vectors = 1;
+    shape.vectors = 512;
+    run_shape(&shape, fused, 16, 4);
 }
 
 static void test_more_slices_than_queues_and_requests_hold(int fused) {

@@ -2,11 +2,13 @@
 /*
  * software.c - the CPU backend, which every build has
  *
- * Except for Deflate, work is complete before the call that starts it returns, so that a slice is still in the cache
- * for the next stage. Several Deflate streams are faster in turns than one after the other (codecs/literal_inflate.c),
- * so a channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor polls. The executor polls as soon
- * as it has no more slices to start, so slices never wait for slices that have not arrived. Copies to and from a GPU's
- * memory (cuda.h) are asynchronous, too; copies within this process' memory are not.
+ * Mostly work is complete before the call that starts it returns, so that a slice is still in the cache for the next
+ * stage. But several Deflate streams are faster in turns than one after the other (codecs/literal_inflate.c), so a
+ * channel keeps slices until it has IN_FLIGHT_MAX of them, or until the executor polls. And a decoder may leave the
+ * last elements of a slice to the call for the next one (codecs/decode.h): the slice is complete after that, or when
+ * the executor polls. The executor polls as soon as it has no more slices to start, so slices never wait for slices
+ * that have not arrived. Copies to and from a GPU's memory (cuda.h) are asynchronous, too; copies within this process'
+ * memory are not.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +23,7 @@ enum { IN_FLIGHT_MAX = SS_LITERAL_INFLATE_LANES };
 struct channel {
     struct ss_work *works[IN_FLIGHT_MAX]; /* of one codec */
     uint32_t count;
+    struct ss_work *left;           /* its last elements are perhaps not written yet; or NULL */
     struct ss_backend_range copied; /* source or target of copies */
     struct ss_cuda_channel *cuda;   /* NULL before the first copy to or from a GPU */
 };
@@ -99,8 +102,19 @@ static void software_memory_close(void *device, void *handle) {
     }
 }
 
+/* Completes the work that was left, now that its last elements are written; returns whether there was one. */
+static uint32_t left_complete(struct channel *channel) {
+    struct ss_work *work = channel->left;
+    if (work == NULL) {
+        return 0;
+    }
+    channel->left = NULL;
+    work->complete(work);
+    return 1;
+}
+
 /* Decompresses and dequantizes in one step, if possible. */
-static int work_decodes(struct ss_work *work) {
+static int work_decodes(struct channel *channel, struct ss_work *work) {
     if (work->elements.target == NULL) {
         return 0;
     }
@@ -110,8 +124,16 @@ static int work_decodes(struct ss_work *work) {
                                      .target_size = work->target_size};
     const struct ss_stream next = {.source = work->next, .source_size = work->next_size};
     work->result = ss_decode_direct(work->codec, &stream, work->next_size != 0 ? &next : NULL, &work->elements);
-    work->dequantized = work->result != SS_NOT_SUPPORTED;
-    return work->dequantized != 0;
+    left_complete(channel);
+    if (work->result == SS_NOT_SUPPORTED) {
+        return 0;
+    }
+    work->dequantized = 1;
+    channel->left = work;
+    if (work->next_size == 0) {
+        left_complete(channel);
+    }
+    return 1;
 }
 
 /* Decompresses the slices that the channel keeps, and completes finished copies. */
@@ -120,6 +142,9 @@ static uint32_t software_progress(void *argument) {
     struct ss_work *works[IN_FLIGHT_MAX];
     struct ss_stream streams[IN_FLIGHT_MAX];
     uint32_t count = channel->count;
+    uint32_t left;
+    ss_decode_end();
+    left = left_complete(channel);
     for (uint32_t i = 0; i < count; i++) {
         struct ss_work *work = works[i] = channel->works[i];
         streams[i] = (struct ss_stream){.source = work->source,
@@ -135,13 +160,12 @@ static uint32_t software_progress(void *argument) {
         works[i]->result = streams[i].result;
         works[i]->complete(works[i]);
     }
-    return count + (channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0);
+    return count + left + (channel->cuda != NULL ? ss_cuda_progress(channel->cuda) : 0);
 }
 
 static enum ss_result software_decompress(void *argument, struct ss_work *work) {
     struct channel *channel = argument;
-    if (work_decodes(work)) {
-        work->complete(work);
+    if (work_decodes(channel, work)) {
         return SS_OK;
     }
     if (channel->count > 0 && channel->works[0]->codec != work->codec) {

@@ -45,9 +45,10 @@ extern const struct ss_codec_functions ss_codec_kvrans;
 extern const struct ss_codec_functions ss_codec_lz4;
 extern const struct ss_codec_functions ss_codec_zstd;
 
-/* ss_kvrans_decode() is ss_decode_direct() (decode.h) for kvrans. */
+/* ss_kvrans_decode() and ss_kvrans_decode_end() are ss_decode_direct() and ss_decode_end() (decode.h) for kvrans. */
 enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_stream *next,
                                 const struct ss_elements *elements);
+void ss_kvrans_decode_end(void);
 
 /*
  * ss_codec_prepare() has every codec make what it keeps for decoding on this thread, so that no slice has to. Without

@@ -37,7 +37,15 @@ enum ss_result ss_elements_make(const struct ss_elements *elements, const uint8_
 
 enum ss_result ss_decode_direct(enum ss_codec codec, const struct ss_stream *stream, const struct ss_stream *next,
                                 const struct ss_elements *elements) {
-    return codec == SS_CODEC_KVRANS ? ss_kvrans_decode(stream, next, elements) : SS_NOT_SUPPORTED;
+    if (codec != SS_CODEC_KVRANS) {
+        ss_decode_end();
+        return SS_NOT_SUPPORTED;
+    }
+    return ss_kvrans_decode(stream, next, elements);
+}
+
+void ss_decode_end(void) {
+    ss_kvrans_decode_end();
 }
 
 /* elements_fit() returns whether a stream of 'size' bytes of symbols can be what 'elements' are made of. */
@@ -82,5 +90,6 @@ void ss_decode_many(enum ss_codec codec, struct ss_stream *streams, const struct
         streams[index].result = result;
         first = index + 1;
     }
+    ss_decode_end();
     two_steps(codec, streams + first, elements + first, count - first);
 }

@@ -367,15 +367,14 @@ TARGET_INLINE void merge4(__m256i first, const uint8_t *const *lower, size_t at,
 }
 
 /* line_merge() makes 32 lossless elements, the first of them number 'at' of the block. */
-TARGET_INLINE void line_merge(const struct ss_kvrans_making *making, const struct ss_kvrans_planes *planes,
-                              const uint8_t *line, size_t at) {
+TARGET_INLINE void line_merge(const struct ss_kvrans_making *making, const uint8_t *line, size_t at) {
     uint8_t *target = making->target + at * making->size;
     const __m256i first = load256(line);
 
     if (making->size == 2) {
-        merge2(first, planes->lower[0] + at, target);
+        merge2(first, making->planes.lower[0] + at, target);
     } else if (making->size == 4) {
-        merge4(first, planes->lower, at, target);
+        merge4(first, making->planes.lower, at, target);
     } else {
         merge1(first, target);
     }
@@ -383,15 +382,14 @@ TARGET_INLINE void line_merge(const struct ss_kvrans_making *making, const struc
 
 TARGET_INLINE void rows_merge(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
                               size_t at) {
-    const struct ss_kvrans_planes planes = *making->planes; /* in registers, whatever is written */
-
     for (const uint32_t end = row + count; row < end; row++) {
         const uint8_t *line = lines + (size_t)row * SS_KVRANS_TILE;
         const size_t first = row * making->columns + at;
-        line_merge(making, &planes, line, first);
-        line_merge(making, &planes, line + 32, first + 32);
-        for (uint32_t plane = 0; plane + 1 < planes.count; plane++) { /* of the next tile */
-            _mm_prefetch((const char *)((uintptr_t)planes.lower[plane] + first + 2 * SS_KVRANS_TILE - 1), _MM_HINT_T0);
+        line_merge(making, line, first);
+        line_merge(making, line + 32, first + 32);
+        for (uint32_t plane = 0; plane + 1 < making->planes.count; plane++) { /* of the next tile */
+            _mm_prefetch((const char *)((uintptr_t)making->planes.lower[plane] + first + 2 * SS_KVRANS_TILE - 1),
+                         _MM_HINT_T0);
         }
     }
 }
@@ -438,7 +436,8 @@ static enum ss_result decode_elements(const struct ss_kvrans_block *block, enum 
 }
 
 static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
-                                    uint8_t *target) {
+                                    struct ss_kvrans_tiles *tiles, uint8_t *target) {
+    (void)tiles;
     return ss_kvrans_planes_by_steps(&steps, block, planes, target);
 }
 

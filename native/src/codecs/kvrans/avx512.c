@@ -210,7 +210,7 @@ TARGET_INLINE void elements_fill(const struct ss_kvrans_block *block, int half, 
  * A tile is turned STRIP columns at a time. tile_turn() then has its rows in sets of four, which are STRIP rows apart:
  * a set is four registers, with a quarter of each of the rows.
  */
-enum { STRIP = 16, SET_BYTES = 4 * TILE_COLUMNS };
+enum { STRIP = SS_KVRANS_STRIP, STRIPS = TILE_COLUMNS / STRIP, SET_BYTES = 4 * TILE_COLUMNS };
 
 /* row_of() returns the first row of a set. */
 TARGET_INLINE size_t row_of(uint32_t set) {
@@ -316,14 +316,14 @@ TARGET_INLINE void set_write(const struct ss_kvrans_making *making, const uint8_
     } else if (making->size == 2) {
         rows_join(turned, 2, rows);
         for (size_t row = 0; row < 4; row++) {
-            row_merge2(rows[row], making->planes->lower[0] + at + row * pitch, target + 2 * row * pitch);
+            row_merge2(rows[row], making->planes.lower[0] + at + row * pitch, target + 2 * row * pitch);
         }
     } else if (making->size == 4) {
         rows_join(turned, 4, rows);
         for (size_t row = 0; row < 4; row++) {
-            row_merge4(rows[row], making->planes->lower, at + row * pitch, target + 4 * row * pitch);
+            row_merge4(rows[row], making->planes.lower, at + row * pitch, target + 4 * row * pitch);
         }
-    } else if (making->planes != NULL) {
+    } else if (making->planes.count != 0) {
         rows_join(turned, 1, rows);
         for (size_t row = 0; row < 4; row++) {
             row_rotate(rows[row], target + row * pitch);
@@ -341,9 +341,9 @@ TARGET_INLINE void set_write(const struct ss_kvrans_making *making, const uint8_
 TARGET_INLINE void set_prefetch(const struct ss_kvrans_making *making, uint32_t set, size_t first) {
     const size_t at = row_of(set) * making->columns + first + 63, pitch = STRIP * making->columns;
 
-    for (uint32_t plane = 0; making->planes != NULL && plane + 1 < making->size; plane++) {
+    for (uint32_t plane = 0; making->planes.count != 0 && plane + 1 < making->size; plane++) {
         for (size_t row = 0; row < 4; row++) {
-            _mm_prefetch((const char *)(making->planes->lower[plane] + at + row * pitch), _MM_HINT_T1);
+            _mm_prefetch((const char *)(making->planes.lower[plane] + at + row * pitch), _MM_HINT_T1);
         }
     }
 }
@@ -359,61 +359,83 @@ TARGET_INLINE uintptr_t next_prefetch(uintptr_t next, uintptr_t end) {
     return next;
 }
 
-/* Two tiles in turns: one is turned, strip by strip, while the other one is written. */
-struct turned {
-    _Alignas(64) uint8_t tiles[2][TILE_COLUMNS * SS_KVRANS_ROWS_MAX];
-    uint8_t strips[2][STRIP * SS_KVRANS_ROWS_MAX]; /* as decoded */
-};
+/*
+ * previous_write() turns a part of the strip before column 'set' of the tile that is decoded now, and writes a set of
+ * the tile before it.
+ */
+TARGET_INLINE void previous_write(struct ss_kvrans_tiles *tiles, uint32_t set) {
+    const struct ss_kvrans_tile *before = &tiles->pair[1 - tiles->now];
+    struct ss_kvrans_tile *decoded = &tiles->pair[set < STRIP ? 1 - tiles->now : tiles->now];
+    const uint32_t strip = (set / STRIP + STRIPS - 1) % STRIPS;
+    const size_t group = set % STRIP / 4;
 
-/* strip_turn() turns 64 rows of strip number 'strip'. */
-TARGET_INLINE void strip_turn(struct turned *turned, uint32_t strip, size_t group) {
-    tile_turn(turned->strips[strip % 2] + GROUP * group,
-              turned->tiles[strip / 4 % 2] + TILE_SIZE * group + (size_t)64 * (strip % 4));
+    if (set % 4 == 0 && GROUP * group < decoded->making.rows) {
+        tile_turn(tiles->strips[strip % 2] + GROUP * group, decoded->turned + TILE_SIZE * group + (size_t)64 * strip);
+    }
+    if (row_of(set) < before->making.rows) {
+        set_write(&before->making, before->turned, set, before->first);
+    }
 }
 
-/* previous_write() turns a part of the strip before 'column', and writes a set of the tile before it. */
-TARGET_INLINE void previous_write(const struct ss_kvrans_making *making, struct turned *turned, uint32_t column,
-                                  uint32_t end) {
-    const uint32_t strip = column / STRIP, tile = column / TILE_COLUMNS, set = column % TILE_COLUMNS;
-    const size_t group = column % STRIP / 4;
+/* rest_write() goes on with previous_write() from 'set' to the end of the tile that is decoded now. */
+TARGET static void rest_write(struct ss_kvrans_tiles *tiles, uint32_t set) {
+    for (; set < TILE_COLUMNS; set++) {
+        previous_write(tiles, set);
+    }
+}
 
-    if (column % 4 == 0 && strip > 0 && column < end + STRIP && GROUP * group < making->rows) {
-        strip_turn(turned, strip - 1, group);
-    }
-    if (tile > 0 && row_of(set) < making->rows) {
-        set_write(making, turned->tiles[(tile - 1) % 2], set, (size_t)(tile - 1) * TILE_COLUMNS);
-    }
+/* tile_next() goes on to a tile of 'making', or to none if that has no rows. */
+TARGET_INLINE void tile_next(struct ss_kvrans_tiles *tiles, const struct ss_kvrans_making *making, size_t first) {
+    tiles->now = 1 - tiles->now;
+    tiles->pair[tiles->now].making = *making;
+    tiles->pair[tiles->now].first = first;
+}
+
+/* tiles_begin() forgets both tiles. */
+static void tiles_begin(struct ss_kvrans_tiles *tiles) {
+    tiles->now = 0;
+    tiles->pair[0].making.rows = tiles->pair[1].making.rows = 0;
+}
+
+TARGET static void tiles_write(struct ss_kvrans_tiles *tiles) {
+    tile_next(tiles, &(struct ss_kvrans_making){.rows = 0}, 0);
+    rest_write(tiles, 0);
+    tiles_begin(tiles);
 }
 
 /*
  * rows_decode() decodes a tile while it turns and writes the one before, some rows behind each column: memory then
  * takes the lines of one tile during all of the time that the next one takes, and the core turns rows while a lane's
- * next symbol waits for the last one.
+ * next symbol waits for the last one. The last tile is left to tiles_write(), or to the next block.
  */
 TARGET_INLINE enum ss_result rows_decode(const struct ss_kvrans_block *block, const struct ss_kvrans_making *making,
                                          struct states *given, struct shape shape) {
+    struct ss_kvrans_tiles *tiles = making->tiles;
     const size_t share = (block->next_size + block->columns - 1) / block->columns; /* asked for with each column */
-    const uint32_t end = (block->columns + TILE_COLUMNS - 1) / TILE_COLUMNS * TILE_COLUMNS;
     uintptr_t next = (uintptr_t)block->next;
     struct input input = {.next = block->coded, .end = block->coded + block->coded_size};
     struct states states = *given;
-    struct turned turned;
 
     for (uint32_t column = 0; column < block->columns; column++) {
         const uint32_t set = column % TILE_COLUMNS; /* a tile has one for each column */
+        if (set == 0) {
+            tile_next(tiles, making, column);
+        }
         input_ready(&input);
         coded_prefetch(input.next);
         next = next_prefetch(next, (uintptr_t)block->next + share * (column + 1));
         column_decode(block, column, &states, shape, &input.next,
-                      turned.strips[column / STRIP % 2] + (size_t)(column % STRIP) * SS_KVRANS_ROWS_MAX);
+                      tiles->strips[column / STRIP % 2] + (size_t)(column % STRIP) * SS_KVRANS_ROWS_MAX);
         if (input.next > input.end) {
+            rest_write(tiles, set);
+            tiles_begin(tiles);
             return SS_BAD_DATA;
         }
         set_prefetch(making, set, column - set);
-        previous_write(making, &turned, column, end);
+        previous_write(tiles, set);
     }
-    for (uint32_t column = block->columns; column < end + TILE_COLUMNS; column++) {
-        previous_write(making, &turned, column, end);
+    if (block->columns % TILE_COLUMNS != 0) {
+        rest_write(tiles, block->columns % TILE_COLUMNS);
     }
     *given = states;
     return input.next == input.end ? SS_OK : SS_BAD_DATA;
@@ -422,27 +444,38 @@ TARGET_INLINE enum ss_result rows_decode(const struct ss_kvrans_block *block, co
 DECODERS(rows_decode, ss_kvrans_making)
 
 TARGET static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *target) {
+    struct ss_kvrans_tiles tiles;
     const struct ss_kvrans_making making = {
-        .target = target, .rows = block->rows, .columns = block->columns, .size = 1};
+        .tiles = &tiles, .target = target, .rows = block->rows, .columns = block->columns, .size = 1};
     const struct shape shape = {
         (block->rows + GROUP - 1) / GROUP, block->lanes / GROUP, block->shift, 0, FIT_NOT, NULL};
     struct states states;
     enum ss_result result;
 
+    tiles_begin(&tiles);
     if (block->rows == SS_KVRANS_ROWS_MAX) {
-        return rows_decode_any(block, &making);
+        result = rows_decode_any(block, &making);
+    } else {
+        states = states_load(block);
+        result = rows_decode(block, &making, &states, shape);
+        result = states_ended(block, &states) ? result : SS_BAD_DATA;
     }
-    states = states_load(block);
-    result = rows_decode(block, &making, &states, shape);
-    return states_ended(block, &states) ? result : SS_BAD_DATA;
+    tiles_write(&tiles);
+    return result;
 }
 
 /* decode_elements() decodes entries as if they were the bytes of the indices. */
 TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given, enum ss_dtype dtype,
                                              const float *scales, struct ss_kvrans_elements *scratch, uint8_t *target) {
-    const struct ss_kvrans_making making = {
-        .elements = scratch, .target = target, .rows = given->rows, .columns = given->columns, .size = 2};
+    struct ss_kvrans_tiles tiles;
+    const struct ss_kvrans_making making = {.tiles = &tiles,
+                                            .elements = scratch,
+                                            .target = target,
+                                            .rows = given->rows,
+                                            .columns = given->columns,
+                                            .size = 2};
     struct ss_kvrans_block block = *given;
+    enum ss_result result;
 
     for (uint32_t index = 0; index < SS_KVRANS_INDEX_MAX; index++) {
         block.value[index] = (uint8_t)(index << block.shift);
@@ -452,13 +485,20 @@ TARGET static enum ss_result decode_elements(const struct ss_kvrans_block *given
     } else {
         elements_fill(given, 0, scales, scratch);
     }
-    return rows_decode_any(&block, &making);
+    tiles_begin(&tiles);
+    result = rows_decode_any(&block, &making);
+    tiles_write(&tiles);
+    return result;
 }
 
 TARGET static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
-                                           uint8_t *target) {
-    const struct ss_kvrans_making making = {
-        .planes = planes, .target = target, .rows = block->rows, .columns = block->columns, .size = planes->count};
+                                           struct ss_kvrans_tiles *tiles, uint8_t *target) {
+    const struct ss_kvrans_making making = {.tiles = tiles,
+                                            .planes = *planes,
+                                            .target = target,
+                                            .rows = block->rows,
+                                            .columns = block->columns,
+                                            .size = planes->count};
     return rows_decode_any(block, &making);
 }
 
@@ -530,6 +570,7 @@ const struct ss_kvrans_kernels ss_kvrans_kernels_avx512 = {
     .decode = decode,
     .decode_elements = decode_elements,
     .decode_planes = decode_planes,
+    .tiles_write = tiles_write,
     .decode_weighted = decode_weighted,
     .transpose = ss_kvrans_transpose_avx512,
     .present = ss_kvrans_present_avx512,

@@ -21,6 +21,8 @@
 struct ss_kvrans_decoder {
     struct ss_kvrans_table tables[SS_KVRANS_TABLES_MAX];
     struct ss_kvrans_elements elements;
+    struct ss_kvrans_tiles tiles;
+    const struct ss_kvrans_kernels *left;        /* whose decode_planes() left columns in 'tiles'; or NULL */
     float scales[SS_KVRANS_ROWS_MAX];            /* one for each row of a block */
     uint8_t column_table[SS_KVRANS_ROW_MAX + 8]; /* unpacked eight at a time */
     _Alignas(64) float angles[SS_KVRANS_ANGLES];
@@ -292,6 +294,9 @@ static struct ss_kvrans_decoder *decoder_find(void) {
 
     if (state != NULL && state->kvrans_decoder == NULL) {
         state->kvrans_decoder = aligned_alloc(64, (sizeof(struct ss_kvrans_decoder) + 63) / 64 * 64);
+        if (state->kvrans_decoder != NULL) {
+            memset(state->kvrans_decoder, 0, sizeof(struct ss_kvrans_decoder));
+        }
     }
     return state != NULL ? state->kvrans_decoder : NULL;
 }
@@ -440,35 +445,55 @@ static enum ss_result planes_find(struct reader reader, uint32_t columns, size_t
     return reader.next == reader.end ? SS_OK : SS_BAD_DATA;
 }
 
+/* left_write() writes what the last decode_planes() left. */
+static void left_write(struct ss_kvrans_decoder *decoder) {
+    if (decoder->left != NULL) {
+        decoder->left->tiles_write(&decoder->tiles);
+        decoder->left = NULL;
+    }
+}
+
 /*
  * planes_block() makes the elements of the next block of each plane, from vector 'row' on. Lower planes that are coded
- * go to 'symbols'.
+ * go to 'symbols', where those of the next block will be, too: then nothing may be left.
  */
 static enum ss_result planes_block(struct plane_readers *readers, struct ss_kvrans_decoder *decoder,
                                    const struct ss_stream *next, const struct ss_elements *elements, size_t row,
                                    uint8_t *symbols) {
     const uint32_t columns = (uint32_t)elements->vector_length;
     uint8_t *target = (uint8_t *)elements->target + row * columns * readers->count;
+    const struct ss_kvrans_kernels *kernels = ss_kvrans_kernels_find(ss_isa_active());
     struct ss_kvrans_planes planes = {.count = readers->count};
+    enum ss_result result;
     struct ss_kvrans_block block;
     const uint8_t *stored;
+    int all_stored = 1;
 
     for (uint32_t plane = readers->count; plane-- > 1;) {
         uint8_t *place = symbols + (size_t)(plane - 1) * SS_KVRANS_ROWS_MAX * columns;
-        enum ss_result result = SS_BAD_DATA;
+        result = SS_BAD_DATA;
         if (block_parse(&readers->of[plane], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored)) {
             result = stored != NULL ? SS_OK : block_decode(&block, NULL, place);
         }
         if (result != SS_OK) {
             return result;
         }
+        all_stored &= stored != NULL;
         planes.lower[plane - 1] = stored != NULL ? stored : place;
     }
     if (!block_parse(&readers->of[0], decoder, columns, SS_KVRANS_ROWS_MAX, &block, &stored)) {
         return SS_BAD_DATA;
     }
     block_ahead(&block, next, row, elements->vectors);
-    return ss_kvrans_kernels_find(ss_isa_active())->decode_planes(&block, &planes, target);
+    if (decoder->left != kernels) {
+        left_write(decoder);
+    }
+    result = kernels->decode_planes(&block, &planes, &decoder->tiles, target);
+    decoder->left = kernels->tiles_write != NULL ? kernels : NULL;
+    if (!all_stored) {
+        left_write(decoder);
+    }
+    return result;
 }
 
 /* planes_elements() makes lossless elements; where it returns SS_NOT_SUPPORTED, it did nothing. */
@@ -565,20 +590,37 @@ enum ss_result ss_kvrans_decode(const struct ss_stream *stream, const struct ss_
     struct ss_kvrans_decoder *decoder = decoder_find();
     enum ss_result result;
 
-    if (!direct_fits(stream, elements) || decoder == NULL || header_read(&reader) != elements->vector_length) {
+    if (decoder == NULL) {
         return SS_NOT_SUPPORTED; /* in two steps it may work, or they say what is wrong */
     }
-    if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
+    if (elements->quantizer != SS_QUANTIZER_LOSSLESS) {
+        left_write(decoder);
+    }
+    if (!direct_fits(stream, elements) || header_read(&reader) != elements->vector_length) {
+        result = SS_NOT_SUPPORTED;
+    } else if (elements->quantizer == SS_QUANTIZER_LOSSLESS) {
         result = planes_elements(&reader, decoder, next, elements, stream->target);
     } else if (elements->quantizer == SS_QUANTIZER_WEIGHTED) {
         result = weighted_elements(&reader, decoder, next, elements, stream->target);
     } else if (scales_finite(elements)) {
         result = blocks_elements(&reader, decoder, next, elements, stream->target);
     } else {
-        return SS_BAD_DATA;
+        result = SS_BAD_DATA;
+    }
+    if (result != SS_OK || next == NULL) {
+        left_write(decoder);
     }
     ss_streams_order();
     return result;
+}
+
+void ss_kvrans_decode_end(void) {
+    struct ss_codec_state *state = ss_codec_state();
+
+    if (state != NULL && state->kvrans_decoder != NULL) {
+        left_write(state->kvrans_decoder);
+        ss_streams_order();
+    }
 }
 
 static void state_free(struct ss_codec_state *state) {

@@ -88,12 +88,26 @@ struct ss_kvrans_planes {
  */
 struct ss_kvrans_making {
     const struct ss_kvrans_elements *elements; /* of all rows; NULL unless binned */
-    const struct ss_kvrans_planes *planes;     /* NULL unless lossless */
+    struct ss_kvrans_planes planes;            /* lossless only, or 'count' is 0 */
+    struct ss_kvrans_tiles *tiles;             /* with AVX-512 only */
     uint8_t *target;                           /* of the block, its first row */
     size_t rows;                               /* of the block; with AVX-512 only */
     size_t columns;
     uint32_t size;       /* of an element, in bytes */
     uint32_t table_size; /* of binned, but with AVX-512: entries that each row has in 'elements', close together */
+};
+
+enum { SS_KVRANS_STRIP = 16 };
+
+/* What decoding with AVX-512 turns from columns to rows: a strip of columns at a time, and a tile of them. */
+struct ss_kvrans_tiles {
+    _Alignas(64) uint8_t strips[2][SS_KVRANS_STRIP * SS_KVRANS_ROWS_MAX]; /* as decoded */
+    struct ss_kvrans_tile {
+        _Alignas(64) uint8_t turned[SS_KVRANS_GROUP * SS_KVRANS_ROWS_MAX];
+        struct ss_kvrans_making making; /* without rows: there is no tile */
+        size_t first;                   /* of the block's columns */
+    } pair[2];                          /* one is decoded while the other one is written */
+    uint32_t now;                       /* which one is decoded */
 };
 
 /* Cosines and sines of each SS_TURNS-th row of a block, and of as many turns as there are between. */
@@ -186,9 +200,13 @@ struct ss_kvrans_kernels {
     /*
      * decode_planes() is decode() and then ss_dequantize() of lossless elements, of which the block is the first plane.
      * For blocks of ss_kvrans_elements_fit() only. NULL where it would gain nothing. The caller orders its stores.
+     *
+     * With tiles_write(), it leaves the last columns in 'tiles': to tiles_write(), or to the next decode_planes(),
+     * which writes them even if it fails. At first, all bytes of 'tiles' are 0.
      */
     enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
-                                    uint8_t *target);
+                                    struct ss_kvrans_tiles *tiles, uint8_t *target);
+    void (*tiles_write)(struct ss_kvrans_tiles *tiles); /* or NULL */
 
     /*
      * decode_weighted() is decode() and then ss_unweigh() of the block's rows. For blocks of ss_kvrans_elements_fit()

@@ -177,7 +177,7 @@ enum ss_result ss_kvrans_planes_by_steps(const struct ss_kvrans_decode_steps *st
                                          const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                          uint8_t *target) {
     const struct ss_kvrans_making making = {
-        .planes = planes, .target = target, .columns = block->columns, .size = planes->count};
+        .planes = *planes, .target = target, .columns = block->columns, .size = planes->count};
     struct ss_kvrans_decoding decoding;
 
     decoding_begin(steps, &decoding, block, block->value);

@@ -189,7 +189,7 @@ INLINE uint8x16_t rotated(uint8x16_t bytes, uint8x16_t before) {
 /* rows_make() makes lossless elements only: binned ones take longer to lay out than their look-ups would save. */
 static void rows_make(const struct ss_kvrans_making *making, const uint8_t *lines, uint32_t row, uint32_t count,
                       size_t at) {
-    const struct ss_kvrans_planes planes = *making->planes; /* in registers, whatever is written */
+    const struct ss_kvrans_planes planes = making->planes; /* in registers, whatever is written */
     const size_t columns = making->columns;
     uint8_t *elements = making->target;
 
@@ -236,7 +236,8 @@ static enum ss_result decode(const struct ss_kvrans_block *block, uint8_t *targe
 }
 
 static enum ss_result decode_planes(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
-                                    uint8_t *target) {
+                                    struct ss_kvrans_tiles *tiles, uint8_t *target) {
+    (void)tiles;
     return ss_kvrans_planes_by_steps(&steps, block, planes, target);
 }
 
