@@ -128,15 +128,17 @@ struct bits {
     uint32_t short_of;
 };
 
-/* bits_fill() gets at least 56 bits into 'word', or all of the section. */
+enum { BITS_FILLED = 56, FREQUENCY_BITS_MAX = 17 };
+
+/* bits_fill() gets at least BITS_FILLED bits into 'word', or all of the section. */
 static void bits_fill(struct bits *bits) {
     if (bits->end - bits->next >= 8) {
         bits->word |= load64(bits->next) << bits->count;
         bits->next += (63 - bits->count) / 8;
-        bits->count |= 56;
+        bits->count |= BITS_FILLED;
         return;
     }
-    while (bits->count <= 56 && bits->next < bits->end) {
+    while (bits->count <= BITS_FILLED && bits->next < bits->end) {
         bits->word |= (uint64_t)*bits->next++ << bits->count;
         bits->count += 8;
     }
@@ -161,7 +163,6 @@ static uint32_t frequency_read(struct bits *bits, uint32_t order) {
     uint32_t zeros, length;
     uint64_t rest;
 
-    bits_fill(bits);
     zeros = bits->word != 0 ? (uint32_t)__builtin_ctzll(bits->word) : 64;
     length = zeros + order;
     if (length > 8) {
@@ -183,7 +184,11 @@ static int table_read(struct bits *bits, uint32_t count, struct ss_kvrans_table 
     bits_fill(bits);
     order = bits_take(bits, 2);
     for (uint32_t index = 0; index < count; index++) {
-        uint32_t frequency = frequency_read(bits, order);
+        uint32_t frequency;
+        if (index % (BITS_FILLED / FREQUENCY_BITS_MAX) == 0) {
+            bits_fill(bits);
+        }
+        frequency = frequency_read(bits, order);
         if (frequency >= SS_KVRANS_SLOTS || start + frequency > SS_KVRANS_SLOTS) {
             return 0;
         }
