@@ -345,7 +345,7 @@ def test_a_wrong_list_forgets_nothing_and_a_clear_then_fails(bucket: FaultyS3, o
     wait_for(lambda: other.cold().failing_s)
     assert not other.cold().up and "no end" in other.cold().last_error
     assert other.read_chain(CHAIN) == CHAIN.values, "known objects must be readable"
-    with pytest.raises(Exception, match="cannot list"):
+    with pytest.raises(Exception, match="cannot list|cannot delete all of it in time"):
         other.clear(0)
     bucket.fault = lambda asked: None
     node.await_listed()

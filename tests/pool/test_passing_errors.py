@@ -26,7 +26,7 @@ PASSING = [errno.EBUSY, errno.EAGAIN, errno.ENOMEM, errno.ETIMEDOUT]
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_reader, "_PAUSES_S", 0.1)
-    monkeypatch.setattr("shadowserve.pool.volume.device._READ_NS", 100_000_000)
+    monkeypatch.setattr("shadowserve.pool.volume.device._READ_NS", 500_000_000)
 
 
 def filled(count: int = 12) -> tuple[SimulatedDevice, Layout]:

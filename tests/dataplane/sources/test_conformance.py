@@ -156,8 +156,7 @@ class BehindTiers(Behind):
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._free = threading.Event()
-        self._free.set()
+        self._gate = threading.Lock()
         self.source: TieredSource
 
     def configuration(self) -> DataPlaneConfig:
@@ -174,8 +173,8 @@ class BehindTiers(Behind):
         poll = self.pool.poll
 
         def gated() -> bool:
-            assert self._free.wait(NEVER_S)
-            return bool(poll())
+            with self._gate:
+                return bool(poll())
 
         self.pool.poll = gated
 
@@ -188,10 +187,11 @@ class BehindTiers(Behind):
         with self.source._tiers.lock:
             while self.pool._core.memory_cache.make_room():
                 """The memory has no copies."""
-        self._free.clear()
+        assert self._gate.acquire(timeout=NEVER_S), "the pool's thread must not be in the middle of a poll"
 
     def release(self) -> None:
-        self._free.set()
+        if self._gate.locked():
+            self._gate.release()
 
     def asked(self) -> bool:
         return bool(self.pool._reader.under_way)
