@@ -123,6 +123,25 @@ static void check_sizes(void) {
     CHECK(ss_compress_bound(SS_CODEC_KVRANS, 1 << 20) < (1 << 20) + (1 << 14), "bound");
 }
 
+/* lanes_written() returns the lanes of the first block of a stream of two, the second of which is of 'kind'. */
+static uint32_t lanes_written(size_t columns, enum kind kind) {
+    const size_t size = SS_KVRANS_ROWS_MAX * columns;
+    size_t written;
+
+    fill(plain.start, size, columns, BINNED);
+    fill(plain.start + size, size, columns, kind);
+    CHECK(ss_compress(SS_CODEC_KVRANS, plain.start, 2 * size, columns, stream.start, STREAM_MAX, &written) == SS_OK,
+          "two blocks");
+    return SS_KVRANS_GROUP << (stream.start[6] >> 2 & 3); /* docs/design/kvrans.md */
+}
+
+/* Lanes cost bytes: there are more only where other blocks are stored, as the lower planes of lossless elements are. */
+static void check_lanes(void) {
+    CHECK(lanes_written(64, BINNED) == 64 && lanes_written(64, NOISE) == 128, "of 64 columns");
+    CHECK(lanes_written(128, BINNED) == 128 && lanes_written(128, NOISE) == 256, "of 128 columns");
+    CHECK(lanes_written(512, BINNED) == 128 && lanes_written(512, NOISE) == 256, "of 512 columns");
+}
+
 /* check_damaged() expects that every variant makes the same of a damaged stream. */
 static void check_damaged(size_t size, const uint8_t *encoded, size_t encoded_size, size_t where) {
     static uint8_t made[CELLS_MAX];
@@ -192,6 +211,7 @@ int main(void) {
     stream = guarded_make(STREAM_MAX);
     check_shapes();
     check_sizes();
+    check_lanes();
     for (enum kind kind = BINNED; kind < KINDS; kind++) {
         check_damage(30, 9, kind);
         if (!test_is_brief()) {

@@ -16,8 +16,8 @@ enum {
     ROW_LENGTH_UNKNOWN_MAX = 1024, /* bytes of a row where the source has none */
     LANES_128_CELLS = 32 * 1024,   /* the smallest block with 128 lanes; each lane costs a byte and a half */
     LANES_256_CELLS = 192 * 1024,
-    LANES_128_CELLS_OF_MANY = 16 * 1024, /* where more blocks follow: of one KV head lossless, 128 more are 0.4 % */
-    LANES_256_CELLS_OF_MANY = 32 * 1024,
+    LANES_128_CELLS_OF_PART = 16 * 1024, /* where others are stored: of one KV head lossless, 128 more are 0.4 % */
+    LANES_256_CELLS_OF_PART = 32 * 1024,
     SAVED_LEAST = 32, /* coding must save more than this fraction of the bytes, or they are stored */
     SAMPLE_COLUMNS = 64,
     SAMPLE_STRETCH = 16, /* columns side by side */
@@ -263,43 +263,52 @@ static int sample_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans
                 (size_t)rows * SAMPLE_COLUMNS);
 }
 
+/* block_pays() transposes and plans a block; returns whether it looks worth coding. If not, it may do neither. */
+static int block_pays(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder, const uint8_t *source,
+                      uint32_t rows, uint32_t columns) {
+    const size_t cells = (size_t)rows * columns;
+    struct ss_kvrans_extremes extremes;
+
+    encoder->plan.rows = rows;
+    if (!sample_pays(kernels, encoder, source, rows, columns)) {
+        return 0;
+    }
+    encoder->plan.columns = columns;
+    kernels->transpose(&encoder->plan, source, &extremes);
+    return pays(block_plan(kernels, encoder, source, cells, &extremes), cells);
+}
+
 /*
  * lanes_choose() returns the number of lanes of a block. More lanes decode faster: each symbol of a lane waits for the
- * one before. 'many': the stream has more than one block. Mostly these are the planes of lossless elements: the first
- * is coded and the others are stored, so that lanes are a smaller part of the bytes. One plane of more than 256 rows
- * has as many lanes, which then cost it 0.7 % (float8) to 2.7 % of its bytes.
+ * one before. 'last_stored': the last block of the stream is stored, mostly since it is a plane of mantissas, so that
+ * lanes are a smaller part of the bytes.
  */
-static uint32_t lanes_choose(uint32_t rows, uint32_t columns, int many) {
+static uint32_t lanes_choose(uint32_t rows, uint32_t columns, int last_stored) {
     const size_t cells = (size_t)rows * columns;
 
-    if (rows > 128 && cells >= (many ? LANES_256_CELLS_OF_MANY : LANES_256_CELLS)) {
+    if (rows > 128 && cells >= (last_stored ? LANES_256_CELLS_OF_PART : LANES_256_CELLS)) {
         return 256;
     }
-    return rows > 64 && cells >= (many ? LANES_128_CELLS_OF_MANY : LANES_128_CELLS) ? 128 : 64;
+    return rows > 64 && cells >= (last_stored ? LANES_128_CELLS_OF_PART : LANES_128_CELLS) ? 128 : 64;
 }
 
 /* block_encode() appends one block, coded where that pays. */
 static void block_encode(const struct ss_kvrans_kernels *kernels, struct ss_kvrans_encoder *encoder,
-                         const uint8_t *source, uint32_t rows, uint32_t columns, int many, struct writer *writer) {
+                         const uint8_t *source, uint32_t rows, uint32_t columns, int last_stored,
+                         struct writer *writer) {
     struct ss_kvrans_plan *plan = &encoder->plan;
     const size_t cells = (size_t)rows * columns;
     const struct writer before = *writer;
-    struct ss_kvrans_extremes extremes;
 
-    plan->rows = rows;
-    plan->lanes = lanes_choose(rows, columns, many);
-    if (sample_pays(kernels, encoder, source, rows, columns)) {
-        plan->columns = columns;
-        kernels->transpose(plan, source, &extremes);
-        if (pays(block_plan(kernels, encoder, source, cells, &extremes), cells)) {
-            uint8_t *end = encoder->coded + SS_KVRANS_ENCODE_SLACK + cells, *coded;
-            kernels->map(plan, &encoder->alphabet, encoder->planes);
-            encode_tables_make(&encoder->tables, plan);
-            coded = kernels->encode(plan, end, encoder->states_low, encoder->states_high);
-            put_coded(writer, encoder, coded, (size_t)(end - coded));
-            if (pays(writer->size - before.size, cells)) {
-                return;
-            }
+    plan->lanes = lanes_choose(rows, columns, last_stored);
+    if (block_pays(kernels, encoder, source, rows, columns)) {
+        uint8_t *end = encoder->coded + SS_KVRANS_ENCODE_SLACK + cells, *coded;
+        kernels->map(plan, &encoder->alphabet, encoder->planes);
+        encode_tables_make(&encoder->tables, plan);
+        coded = kernels->encode(plan, end, encoder->states_low, encoder->states_high);
+        put_coded(writer, encoder, coded, (size_t)(end - coded));
+        if (pays(writer->size - before.size, cells)) {
+            return;
         }
     }
     *writer = before;
@@ -330,7 +339,7 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
     struct ss_kvrans_encoder *encoder = encoder_find(columns);
     struct writer writer = {.start = target, .space = target_size};
     size_t rows = size / columns;
-    const int many = rows > SS_KVRANS_ROWS_MAX;
+    int last_stored = 0;
 
     if (encoder == NULL) {
         return SS_NO_MEMORY;
@@ -339,9 +348,18 @@ enum ss_result ss_kvrans_compress(const uint8_t *source, size_t size, size_t row
     for (uint32_t byte = 0; byte < 3; byte++) {
         put_byte(&writer, columns >> 8 * byte);
     }
+    if (rows > SS_KVRANS_ROWS_MAX &&
+        lanes_choose(SS_KVRANS_ROWS_MAX, columns, 0) != lanes_choose(SS_KVRANS_ROWS_MAX, columns, 1)) {
+        const size_t before = (rows - 1) / SS_KVRANS_ROWS_MAX * SS_KVRANS_ROWS_MAX;
+        last_stored = !block_pays(kernels, encoder, source + before * columns, (uint32_t)(rows - before), columns);
+    }
     while (rows > 0 && writer.size <= target_size) {
         uint32_t now = rows < SS_KVRANS_ROWS_MAX ? (uint32_t)rows : SS_KVRANS_ROWS_MAX;
-        block_encode(kernels, encoder, source, now, columns, many, &writer);
+        if (last_stored && now == rows) {
+            put_stored(&writer, source, now, columns);
+        } else {
+            block_encode(kernels, encoder, source, now, columns, last_stored, &writer);
+        }
         source += (size_t)now * columns;
         rows -= now;
     }
