@@ -505,16 +505,12 @@ static void check_direct(struct shape shape) {
     }
 }
 
-static const struct shape binned_left = {.codec = SS_CODEC_KVRANS,
-                                         .quantizer = SS_QUANTIZER_BINNED,
-                                         .dtype = SS_DTYPE_BFLOAT16,
-                                         .vectors = 256,
-                                         .vector_length = 64,
-                                         .scale_vectors = 1,
-                                         .bins = 32};
-
-/* left_call() makes the call of that number after one that left elements; returns whether it makes good elements. */
-static int left_call(int number, struct ss_stream one, struct ss_elements elements, const struct ss_stream *other) {
+/*
+ * left_call() makes the call of that number after one that left elements; returns whether it makes good elements.
+ * 'other' is the stream of another shape.
+ */
+static int left_call(int number, struct ss_stream one, struct ss_elements elements, const struct ss_stream *other,
+                     const struct shape *other_shape) {
     enum { DAMAGED = 400 };
     const enum ss_isa isa = ss_isa_active();
     enum ss_codec codec = SS_CODEC_KVRANS;
@@ -538,7 +534,7 @@ static int left_call(int number, struct ss_stream one, struct ss_elements elemen
         break;
     case 5:
         one = *other;
-        elements = elements_of(&binned_left, elements.target);
+        elements = elements_of(other_shape, elements.target);
         wanted = SS_OK;
         break;
     case 6:
@@ -558,12 +554,11 @@ static int left_call(int number, struct ss_stream one, struct ss_elements elemen
 
 /* Elements that a call leaves are complete after the next one, whatever that does. */
 static void check_left(struct shape shape) {
-    static uint8_t binned_encoded[2 * 256 * 64];
-    const size_t other_written = stream_make(&binned_left, 0);
-    const struct ss_stream other = {.source = memcpy(binned_encoded, encoded, other_written),
-                                    .target = scratch.start,
-                                    .source_size = other_written,
-                                    .target_size = shape_symbols(&binned_left)};
+    static uint8_t kept[2 * 256 * 64];
+    const struct shape other_shape = binned(SS_DTYPE_BFLOAT16, 32, 256, 64);
+    const size_t other_written = stream_make(&other_shape, 0);
+    const struct ss_stream other = {memcpy(kept, encoded, other_written), scratch.start, other_written,
+                                    shape_symbols(&other_shape), SS_OK};
     const size_t written = stream_make(&shape, 0);
     const size_t size = shape.vectors * shape.vector_length * ss_dtype_size(shape.dtype);
     const struct ss_stream one = {
@@ -581,7 +576,7 @@ static void check_left(struct shape shape) {
             CHECK(ss_decode_direct(SS_CODEC_KVRANS, &one, &one, &first) == SS_OK, "the first call");
             incomplete |= memcmp(target.start, expected.start, size) != 0;
             memset(scratch.start, 0xEE, shape_symbols(&shape));
-            good = left_call(number, one, second, &other);
+            good = left_call(number, one, second, &other, &other_shape);
             if (number == 0) {
                 ss_decode_end();
             }
@@ -599,13 +594,13 @@ static void work_complete(struct ss_work *work) {
 
 /* work_start() starts a work on the stream of check_stream(), to elements at 'place'. */
 static void work_start(void *channel, struct ss_work *work, const struct shape *shape, size_t written, uint8_t *place,
-                       const struct ss_work *next, int *completions) {
+                       int more, int *completions) {
     *work = (struct ss_work){.source = encoded,
                              .target = scratch.start,
                              .source_size = written,
                              .target_size = shape_symbols(shape),
                              .next = encoded,
-                             .next_size = next != NULL ? 1 : 0,
+                             .next_size = (size_t)more,
                              .codec = SS_CODEC_KVRANS,
                              .complete = work_complete,
                              .user = completions};
@@ -631,9 +626,9 @@ static void check_backend(struct shape shape) {
             uint8_t *places[2] = {target.start, second == 3 ? NULL : target.start + size};
             uint32_t polled;
             memset(target.start, 0xA5, 2 * size);
-            work_start(channel, &works[0], &shape, written, places[0], &works[1], &completions[0]);
+            work_start(channel, &works[0], &shape, written, places[0], 1, &completions[0]);
             if (second > 0) {
-                work_start(channel, &works[1], &shape, written - (second == 2), places[1], NULL, &completions[1]);
+                work_start(channel, &works[1], &shape, written - (second == 2), places[1], 0, &completions[1]);
                 CHECK(completions[1] == 1 && (works[1].result == SS_OK) == (second != 2), "the second work");
             }
             polled = ss_backend_software.progress(channel);

@@ -118,7 +118,7 @@ async def test_what_storage_does_not_pin_is_not_pinned_in_local_tiers(redis: Ser
 
 async def test_local_tiers_alone_pin_for_ten_minutes(server: Server) -> None:
     async with serving(SHAPE, CHUNKS, server, tiers={"memory_budget_bytes": "1MiB"}, storage="") as (_, client):
-        answer = await pin(client, KEYS, 10 * MINUTE_MS + 1)
+        answer = await pin(client, KEYS, 11 * MINUTE_MS)
         assert answer.outcome == pb.OUTCOME_STORAGE_REFUSED and "600" in answer.detail
 
 
