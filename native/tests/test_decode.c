@@ -592,7 +592,7 @@ static void work_complete(struct ss_work *work) {
     ++*(int *)work->user;
 }
 
-/* work_start() starts a work on the stream of check_stream(), to elements at 'place'. */
+/* work_start() starts a work on the stream in 'encoded', to elements at 'place'. 'more': another work follows. */
 static void work_start(void *channel, struct ss_work *work, const struct shape *shape, size_t written, uint8_t *place,
                        int more, int *completions) {
     *work = (struct ss_work){.source = encoded,

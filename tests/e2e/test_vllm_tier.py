@@ -270,6 +270,7 @@ def test_stores_that_wait_too_long_fail(make: Callable[..., Any], storage: Serve
     assert [each.job_id for each in ended] == list(range(6)) and not any(each.success for each in ended)
     storage.thaw()
     client = HostConfig(data_plane=plane.address).client(0)
+    # All have one deadline: the second one may have had a millisecond left.
     assert sum(client.statistics().store_outcomes.values()) <= 2, "waiting jobs were tried, too"
     client.close()
 

@@ -67,7 +67,7 @@ class Kit:
             self.registration.acquire(WAIT_MAX_S)  # then a short timeout applies to fetches only
         options = {"fetch_timeout_s": WAIT_MAX_S} | options
         self.manager = KVCacheManager(client, self.registration, self.paged, **options)
-        self._more: list[FetchResult] = []
+        self.early: list[FetchResult] = []  # outcomes for the next collect()
 
     def job(self, name: str, *counts: int, stored: Sequence[int] | None = None, **options: Any) -> FetchJob:
         """Return a job for a number of chunks of each shard, of which the leading ones are stored: by default all."""
@@ -92,11 +92,11 @@ class Kit:
     def collect(self, count: int) -> list[FetchResult]:
         """Return the next ``count`` outcomes, and keep those after them for the next call."""
         ends = time.monotonic() + WAIT_MAX_S
-        while len(self._more) < count:
-            self._more += self.manager.exchange()
-            assert time.monotonic() < ends, f"only {self._more}"
+        while len(self.early) < count:
+            self.early += self.manager.exchange()
+            assert time.monotonic() < ends, f"only {self.early}"
             time.sleep(0.001)
-        results, self._more = self._more[:count], self._more[count:]
+        results, self.early = self.early[:count], self.early[count:]
         return results
 
     def ended(self) -> FetchResult:

@@ -81,6 +81,7 @@ class Streams:
         for result in self.kit.collect(jobs - len(self.results)):
             assert result.job.request_id not in self.results, "a second outcome"
             self.results[result.job.request_id] = result
+        assert not self.kit.early, "a second outcome"
         for name, result in self.results.items():
             for layer in range(LAYERS):
                 for chunk in range(*result.chunks):

@@ -128,7 +128,7 @@ struct bits {
     uint32_t short_of;
 };
 
-enum { BITS_FILLED = 56, FREQUENCY_BITS_MAX = 17 };
+enum { BITS_FILLED = 56, FREQUENCY_BITS_MAX = 17 /* 8 zeros, a one, 8 bits */ };
 
 /* bits_fill() gets at least BITS_FILLED bits into 'word', or all of the section. */
 static void bits_fill(struct bits *bits) {
@@ -157,7 +157,7 @@ static uint32_t bits_take(struct bits *bits, uint32_t count) {
 
 /*
  * frequency_read() reads one Exponential-Golomb code of order 'order': zeros, a one, and as many bits as there were
- * zeros and 'order'. Returns 256 or more for what is no frequency.
+ * zeros and 'order', from at least FREQUENCY_BITS_MAX filled bits. Returns 256 or more for what is no frequency.
  */
 static uint32_t frequency_read(struct bits *bits, uint32_t order) {
     uint32_t zeros, length;

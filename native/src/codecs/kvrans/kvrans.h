@@ -202,7 +202,7 @@ struct ss_kvrans_kernels {
      * For blocks of ss_kvrans_elements_fit() only. NULL where it would gain nothing. The caller orders its stores.
      *
      * With tiles_write(), it leaves the last columns in 'tiles': to tiles_write(), or to the next decode_planes(),
-     * which writes them even if it fails. At first, all bytes of 'tiles' are 0.
+     * which writes them even if it fails. Until then planes and target must stay. At first, all bytes of 'tiles' are 0.
      */
     enum ss_result (*decode_planes)(const struct ss_kvrans_block *block, const struct ss_kvrans_planes *planes,
                                     struct ss_kvrans_tiles *tiles, uint8_t *target);
